@@ -1,0 +1,65 @@
+"""What all tests share: seeds, NaN in uninitialised memory, one Ray for the whole run."""
+
+import os
+
+# Before Ray or matplotlib are imported, and inherited by the processes that Ray starts.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` on a machine without one, saying so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    np.random.seed(0)  # noqa: NPY002 - RLlib's connectors and replay buffers draw from it
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_uninitialised_memory(request: pytest.FixtureRequest):
+    """Fills what `torch.empty` returns with NaN, so that a read before a write shows.
+
+    Only torch's deterministic mode does that. It forbids a few CUDA operations and is pointless
+    where Ray's processes do the work, so tests marked `gpu` or `ray` run without it.
+    """
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("ray"):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def _ray_session():
+    import ray
+
+    # Four logical CPUs also on a two-core machine: tests with two Learners or two EnvRunners must
+    # be placed, not be fast.
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _ray(request: pytest.FixtureRequest) -> None:
+    """Starts Ray once, for the first test that is marked `ray`."""
+    if request.node.get_closest_marker("ray"):
+        request.getfixturevalue("_ray_session")
