@@ -1,0 +1,133 @@
+"""Causal linear attention with decay: chunk by chunk for sequences, one update for a step."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlmodules.kernels.chunkwise import ChunkwiseAttention
+
+CHUNK_SIZE = 64
+# Floats of a tensor that are worked on at a time on CPUs. Larger ones come from the system afresh
+# at each use instead of from the allocator, page by page: a third slower at 8,192 steps.
+TILE_SIZE = 2**22
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    log_decay: Tensor | None = None,
+    valid: Tensor | None = None,
+    resets: Tensor | None = None,
+    normalize: bool = True,
+    eps: float = 1e-5,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Causal linear attention over a sequence that continues from a state.
+
+    `S_t = a_t S_{t-1} + k_t v_t^T`, `z_t = a_t z_{t-1} + k_t` and
+    `o_t = S_t^T q_t / (z_t . q_t + eps)`, with `a_t = exp(log_decay_t)`.
+
+    Costs `O(T C (K + V) + T K V)` time for chunks of C steps and keeps one `K x V` state a chunk
+    for the backward pass; `T = 1` is a single rank-one update. Computes in the state's dtype, also
+    under autocast: sums over thousands of steps stall in half precision.
+
+    Args:
+        q: Queries after the feature map, `(B, H, T, K)`.
+        k: Keys after the feature map, `(B, H, T, K)`. Not negative if `normalize`.
+        v: Values, `(B, H, T, V)`.
+        state: `S (B, H, K, V)` and `z (B, H, K)` before the first step. Their dtype (float32 or
+            float64) is the dtype of the computation and of the results.
+        log_decay: Logarithm of the decay a head and step, `(B, H, T)`, not positive. None: no
+            decay.
+        valid: False on right padding, `(B, T)` bool. Padding must be finite; it changes no valid
+            output and not the returned state. None: all steps are valid.
+        resets: True where a new episode starts, `(B, T)` bool: the state is zero before that step.
+        normalize: Whether to divide by `z_t . q_t + eps`.
+        eps: Added to the normaliser.
+        chunk_size: Steps C per chunk.
+
+    Returns:
+        Outputs `(B, H, T, V)` and the state `(S, z)` after each row's last valid step.
+
+    References:
+        Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236, eq. 16-20; the decay a head
+        and the chunks: Dao and Gu 2024, https://arxiv.org/abs/2405.21060, section 6.
+        Differs: an initial state, resets and padding.
+
+    Example:
+        ```python
+        import torch
+        from rlmodules.kernels import linear_attention
+
+        q, k = torch.rand(2, 4, 100, 16), torch.rand(2, 4, 100, 16)
+        v = torch.randn(2, 4, 100, 32)
+        state = torch.zeros(2, 4, 16, 32), torch.zeros(2, 4, 16)
+        out, state = linear_attention(q, k, v, state)
+        assert out.shape == (2, 4, 100, 32)
+        ```
+    """
+    S, z = state
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (x.to(S.dtype) for x in (q, k, v))
+        if log_decay is not None:
+            log_decay = log_decay.to(S.dtype)
+        if valid is not None:
+            # A padded step neither writes nor decays nor starts an episode.
+            k = torch.where(valid[:, None, :, None], k, 0.0)
+            if log_decay is not None:
+                log_decay = torch.where(valid[:, None], log_decay, 0.0)
+            if resets is not None:
+                resets = resets & valid
+        if q.shape[2] == 1:
+            return _step(q, k, v, S, z, log_decay, resets, normalize, eps)
+        return _chunkwise(q, k, v, S, z, log_decay, resets, normalize, eps, chunk_size)
+
+
+def _step(q, k, v, S, z, log_decay, resets, normalize, eps):
+    if resets is not None:
+        S = torch.where(resets[:, :, None, None], 0.0, S)
+        z = torch.where(resets[:, :, None], 0.0, z)
+    if log_decay is not None:
+        a = log_decay.exp()
+        S, z = a[..., None] * S, a * z
+    S = S + k.transpose(2, 3) * v
+    z = z + k[:, :, 0]
+    out = q @ S
+    if normalize:
+        out = out / ((q * z[:, :, None]).sum(-1, keepdim=True) + eps)
+    return out, (S, z)
+
+
+def _chunkwise(q, k, v, S, z, log_decay, resets, normalize, eps, chunk_size):
+    B, H, T, _ = q.shape
+    N = -(-T // chunk_size)
+    C = -(-T // N)  # equal chunks: the least padding
+    padding = N * C - T
+    if padding:
+        q, k, v = (pad(x, (0, 0, 0, padding)) for x in (q, k, v))
+    q, k, v = (x.reshape(B * H, N, C, -1) for x in (q, k, v))
+    if log_decay is not None:
+        log_decay = pad(log_decay, (0, padding)).reshape(B * H, N, C)
+    episode = None
+    if resets is not None:
+        # Which episode of the row a step belongs to; the incoming state belongs to episode 0.
+        episode = pad(resets, (0, padding)).cumsum(1).view(B, N, C).repeat_interleave(H, 0)
+    tensors = (q, k, v, S.flatten(0, 1), z.flatten(0, 1), log_decay, episode)
+    rows = B * H
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        rows = max(1, TILE_SIZE // q[0].numel())
+    if rows >= B * H:
+        out, S, z = ChunkwiseAttention.apply(*tensors, normalize, eps)
+    else:
+        tiles = [
+            ChunkwiseAttention.apply(
+                *(None if x is None else x[i : i + rows] for x in tensors), normalize, eps
+            )
+            for i in range(0, B * H, rows)
+        ]
+        out, S, z = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+    out = out.view(B, H, N * C, -1)[:, :, :T]
+    return out, (S.unflatten(0, (B, H)), z.unflatten(0, (B, H)))

@@ -1,0 +1,107 @@
+"""The recurrences as slow, obvious loops: what every fast kernel is tested against.
+
+One step of the loop is one line of the paper. Run them in float64; they work in any dtype and
+carry gradients, the initial state's included.
+"""
+
+import torch
+from torch import Tensor
+
+NEUTRAL_MAX = -1e20
+"""What a maximum starts from: below every finite activation, and finite itself."""
+
+
+def linear_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    log_decay: Tensor | None = None,
+    valid: Tensor | None = None,
+    resets: Tensor | None = None,
+    normalize: bool = True,
+    eps: float = 1e-5,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Linear attention, one step after the other.
+
+    `O(T K V)` time and, for the backward pass, memory. Arguments, results and source as in
+    [`linear_attention`][rlmodules.kernels.linear_attention].
+    """
+    S, z = state
+    outputs = []
+    for t in range(q.shape[2]):
+        S, z = _reset((S, z), (torch.zeros_like(S), torch.zeros_like(z)), resets, valid, t)
+        a = torch.ones_like(q[:, :, t, 0]) if log_decay is None else log_decay[:, :, t].exp()
+        new_S = a[..., None, None] * S + k[:, :, t, :, None] * v[:, :, t, None, :]
+        new_z = a[..., None] * z + k[:, :, t]
+        S, z = _keep_on_padding((S, z), (new_S, new_z), valid, t)
+        out = torch.einsum("bhk,bhkv->bhv", q[:, :, t], S)
+        if normalize:
+            out = out / (torch.einsum("bhk,bhk->bh", q[:, :, t], z)[..., None] + eps)
+        outputs.append(out)
+    return torch.stack(outputs, 2), (S, z)
+
+
+def max_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    valid: Tensor | None = None,
+    resets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a running maximum of `k v^T`, one step after the other.
+
+    Arguments, results and source as in [`max_attention`][rlmodules.kernels.max_attention].
+    """
+    S = state
+    outputs = []
+    for t in range(q.shape[2]):
+        (S,) = _reset((S,), (torch.full_like(S, NEUTRAL_MAX),), resets, valid, t)
+        new_S = torch.maximum(S, k[:, :, t, :, None] * v[:, :, t, None, :])
+        (S,) = _keep_on_padding((S,), (new_S,), valid, t)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, :, t], S))
+    return torch.stack(outputs, 2), S
+
+
+def short_convolution_reference(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    *,
+    valid: Tensor | None = None,
+    resets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal depthwise convolution, one step after the other.
+
+    Arguments, results and source as in
+    [`short_convolution`][rlmodules.kernels.short_convolution].
+    """
+    outputs = []
+    for t in range(x.shape[1]):
+        (state,) = _reset((state,), (torch.zeros_like(state),), resets, valid, t)
+        window = torch.cat([state, x[:, t : t + 1]], 1)
+        outputs.append(torch.einsum("bwd,wd->bd", window, weight))
+        (state,) = _keep_on_padding((state,), (window[:, 1:],), valid, t)
+    return torch.stack(outputs, 1), state
+
+
+def _reset(states, initial, resets, valid, t):
+    """The initial state in the rows where a new episode starts at step `t`."""
+    if resets is None:
+        return states
+    return _select(resets[:, t] if valid is None else resets[:, t] & valid[:, t], initial, states)
+
+
+def _keep_on_padding(states, updated, valid, t):
+    """The updated state in the rows where step `t` is a real one."""
+    return updated if valid is None else _select(valid[:, t], updated, states)
+
+
+def _select(condition, if_true, if_false):
+    return tuple(
+        torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b)
+        for a, b in zip(if_true, if_false, strict=True)
+    )
