@@ -1,0 +1,171 @@
+"""`LinearAttentionRLModule` and `DeepLinearAttentionRLModule`, their configs and presets."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from ray.rllib.utils.annotations import override
+
+from rlmodules.base import MemoryRLModule
+from rlmodules.configs import MemoryConfig
+from rlmodules.memories import DeepLinearAttention, Memory, POPGymLinearAttention
+from rlmodules.memories.linear_attention import ConvActivation, Normalizer, Positions
+
+
+@dataclass(kw_only=True)
+class LinearAttentionConfig(MemoryConfig):
+    """Settings of `LinearAttentionRLModule`: one block of linear attention."""
+
+    block: Literal["residual", "popgym"] = "residual"
+    """"residual": this package's block, for which the settings up to `normalizer` are. "popgym":
+    POPGym's own, which `positions` and the settings from `hidden_size` on are for."""
+
+    d_model: int = 64
+    """Width of the memory."""
+
+    num_heads: int = 4
+    """Heads a block."""
+
+    head_dim: int = 16
+    """Width of a head's queries, keys and values. A head's state holds its square in floats."""
+
+    feedforward_dim: int = 128
+    """Hidden width of the blocks' feed-forward parts."""
+
+    positions: Positions = "none"
+    """How the memory knows what time it is: "none", "rotary", or an encoding of POPGym's."""
+
+    position_horizon: int = 1024
+    """Steps that the encodings of POPGym's are laid out for, best the longest episode's. They work
+    beyond, but some no longer tell late steps apart."""
+
+    conv_size: int = 4
+    """Steps that the short causal convolution over queries, keys and values sees. 0: none."""
+
+    conv_activation: ConvActivation = "silu"
+    """What follows the convolution: "silu", or "linear", which starts it at the identity."""
+
+    decay: bool = True
+    """Whether heads forget, at a rate they learn."""
+
+    normalizer: Normalizer = "sum"
+    """"sum": divide by the keys' sum as the paper does. "rms": normalise each head's output."""
+
+    hidden_size: int = 256
+    """POPGym's budget of state floats and width of the memory's output."""
+
+    position_mode: Literal["add", "cat"] = "add"
+    """Whether POPGym's encoding is added to the features or set beside them."""
+
+    position_size: int | None = None
+    """Width of POPGym's encoding. None: that of the features."""
+
+    scale_positions: bool = True
+    """Whether the mix of features and POPGym's encoding is learned."""
+
+    S_aggregator: Literal["sum", "max"] = "sum"
+    """How POPGym's block accumulates products of keys and values."""
+
+    z_aggregator: Literal["sum", "max"] = "sum"
+    """How POPGym's block accumulates keys."""
+
+    @classmethod
+    def popgym(cls, **settings: Any) -> Self:
+        """POPGym 1.0.7's model, layer for layer, with the paper's widths."""
+        return cls(**{**_POPGYM, "positions": "sine", **settings})
+
+
+@dataclass(kw_only=True)
+class DeepLinearAttentionConfig(LinearAttentionConfig):
+    """Settings of `DeepLinearAttentionRLModule`: a stack of linear-attention blocks."""
+
+    num_layers: int = 2
+    """Blocks."""
+
+    @classmethod
+    @override(LinearAttentionConfig)
+    def popgym(cls, **settings: Any) -> Self:
+        """POPGym 1.0.7's deep model, layer for layer, with the paper's widths."""
+        return cls(**{**_POPGYM, "positions": "none", "num_layers": 4, **settings})
+
+
+_POPGYM = {
+    "block": "popgym",
+    "fcnet_hiddens": [128],
+    "fcnet_activation": "linear",
+    "fcnet_norm": True,
+    "head_fcnet_hiddens": [128, 128],
+    "head_fcnet_activation": "leaky_relu",
+}
+
+
+class DeepLinearAttentionRLModule(MemoryRLModule):
+    """A policy and value function on a stack of linear-attention blocks.
+
+    Example:
+        ```python
+        from ray.rllib.algorithms.ppo import PPOConfig
+        from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+        from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
+
+        config = PPOConfig().rl_module(
+            rl_module_spec=RLModuleSpec(
+                module_class=DeepLinearAttentionRLModule,
+                model_config=DeepLinearAttentionConfig(max_seq_len=64),
+            )
+        )
+        ```
+    """
+
+    config_class = DeepLinearAttentionConfig
+
+    @override(MemoryRLModule)
+    def build_memory(self, config: DeepLinearAttentionConfig, input_dim: int) -> Memory:
+        """Builds the blocks that the config asks for."""
+        return build_linear_attention(config, input_dim, config.num_layers)
+
+
+class LinearAttentionRLModule(MemoryRLModule):
+    """A policy and value function on one linear-attention block.
+
+    Used as [`DeepLinearAttentionRLModule`][rlmodules.DeepLinearAttentionRLModule] is.
+    """
+
+    config_class = LinearAttentionConfig
+
+    @override(MemoryRLModule)
+    def build_memory(self, config: LinearAttentionConfig, input_dim: int) -> Memory:
+        """Builds the block that the config asks for."""
+        return build_linear_attention(config, input_dim, num_layers=1)
+
+
+def build_linear_attention(
+    config: LinearAttentionConfig, input_dim: int, num_layers: int
+) -> Memory:
+    """The memory of a config."""
+    if config.block == "popgym":
+        return POPGymLinearAttention(
+            input_dim,
+            config.hidden_size,
+            num_layers,
+            positions=config.positions,
+            position_mode=config.position_mode,
+            position_size=config.position_size,
+            scale_positions=config.scale_positions,
+            position_horizon=config.position_horizon,
+            S_aggregator=config.S_aggregator,
+            z_aggregator=config.z_aggregator,
+        )
+    return DeepLinearAttention(
+        input_dim,
+        config.d_model,
+        num_layers,
+        config.num_heads,
+        config.head_dim,
+        config.feedforward_dim,
+        positions=config.positions,
+        position_horizon=config.position_horizon,
+        conv_size=config.conv_size,
+        conv_activation=config.conv_activation,
+        decay=config.decay,
+        normalizer=config.normalizer,
+    )

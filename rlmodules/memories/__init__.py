@@ -1,0 +1,18 @@
+"""Memories: sequence in, sequence out, with a state. Torch only."""
+
+from rlmodules.memories.linear_attention import (
+    DeepLinearAttention,
+    LinearAttention,
+    LinearAttentionBlock,
+)
+from rlmodules.memories.memory import Memory, State
+from rlmodules.memories.popgym import POPGymLinearAttention
+
+__all__ = [
+    "DeepLinearAttention",
+    "LinearAttention",
+    "LinearAttentionBlock",
+    "Memory",
+    "POPGymLinearAttention",
+    "State",
+]

@@ -1,0 +1,93 @@
+"""The contract that every memory keeps, and what all of them do about padding and time."""
+
+import abc
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+
+
+class Memory(nn.Module, abc.ABC):
+    """A map from a sequence and a state to a sequence and a state.
+
+    Promises, proven for every memory by `tests/contracts.py`:
+
+    1. T calls with one step equal one call with T steps.
+    2. Any split of T into consecutive calls gives the same outputs and final state.
+    3. Padding (`valid` False, to the right) changes no valid output, no gradient and not the
+       returned state, whatever stands in it.
+    4. A row with a reset equals two rows.
+    5. The output at t depends on inputs up to t only.
+    6. Outputs and states stay finite over 100,000 steps; states stay float32 under autocast.
+
+    Attributes:
+        input_dim: Features D that `forward` takes.
+        output_dim: Features that it returns.
+    """
+
+    input_dim: int
+    output_dim: int
+
+    @abc.abstractmethod
+    def initial_state(self) -> State:
+        """The state before an episode's first step, without a batch axis. Cheap to call."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        state: State,
+        *,
+        valid: Tensor | None = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """Runs the memory over a batch of sequences.
+
+        Args:
+            x: Inputs, `(B, T, D)`.
+            state: Each row's state before its first step: `initial_state` with a leading B.
+            valid: False on right padding, `(B, T)` bool. None: every step is valid.
+            resets: True where a new episode starts inside the row, `(B, T)` bool: the state is the
+                initial one before that step.
+
+        Returns:
+            Outputs `(B, T, output_dim)` and the states after each row's last valid step.
+        """
+
+    def compilable(self) -> list[nn.Module]:
+        """The sub-modules that `torch.compile` pays for; equal ones share one graph."""
+        return []
+
+
+def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Zeros in the padding of `x (B, T, ...)`, so that not even a NaN in it reaches a gradient."""
+    return x if valid is None else torch.where(valid[..., None], x, 0.0)
+
+
+def count_steps(
+    t: Tensor, num_steps: int, valid: Tensor | None, resets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Steps since the episode began, for every step of a row and for the step after it.
+
+    Args:
+        t: The count at each row's first step, `(B,)` int64.
+        num_steps: Length T of the rows.
+        valid: False on right padding, `(B, T)` bool, or None.
+        resets: True where a new episode starts, `(B, T)` bool, or None.
+
+    Returns:
+        The counts `(B, T)` and the count after the last valid step `(B,)`, both int64.
+    """
+    steps = torch.arange(num_steps, device=t.device)
+    counts = t[:, None] + steps
+    if resets is not None:
+        if valid is not None:
+            resets = resets & valid
+        last_reset = torch.where(resets, steps, -1).cummax(1).values
+        counts = torch.where(last_reset >= 0, steps - last_reset, counts)
+    if valid is None:
+        return counts, counts[:, -1] + 1
+    length = valid.sum(1)
+    last = counts.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0] + 1
+    return counts, torch.where(length > 0, last, t)

@@ -1,0 +1,68 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+from rlmodules.memories import DeepLinearAttention, LinearAttention, POPGymLinearAttention
+from rlmodules.positions import POSITIONS
+from tests.contracts import D, MemoryContract, initial, inputs
+
+SMALL = {"d_model": 8, "num_heads": 2, "head_dim": 3, "feedforward_dim": 7}
+
+MEMORIES = {
+    "linear": lambda: LinearAttention(D, **SMALL),
+    "deep": lambda: DeepLinearAttention(D, **SMALL),
+    "deep-plain": lambda: DeepLinearAttention(D, **SMALL, conv_size=0, decay=False),
+    "deep-sine": lambda: DeepLinearAttention(D, **SMALL, positions="sine", position_horizon=50),
+    "deep-rotary": lambda: DeepLinearAttention(
+        D,
+        **SMALL | {"head_dim": 4},
+        positions="rotary",
+        normalizer="rms",
+        conv_activation="linear",
+    ),
+    "popgym": lambda: POPGymLinearAttention(D, 25),
+    "popgym-deep": lambda: POPGymLinearAttention(D, 50, 3, positions="none"),
+    "popgym-max": lambda: POPGymLinearAttention(D, 16, S_aggregator="max", z_aggregator="max"),
+    "popgym-max-sum": lambda: POPGymLinearAttention(D, 16, S_aggregator="max"),
+}
+
+
+class TestContract(MemoryContract):
+    @pytest.fixture(params=MEMORIES)
+    def memory(self, request):
+        return MEMORIES[request.param]().double()
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_every_encoding_serves_any_step(positions):
+    memory = DeepLinearAttention(D, **SMALL, positions=positions, position_horizon=10).double()
+    y, state = memory(inputs(25), initial(memory))
+    assert y.isfinite().all()
+    assert (state["t"] == 25).all()
+
+
+def test_pickles_and_copies_compute_the_same():
+    memory = DeepLinearAttention(D, **SMALL).double()
+    expected, _ = memory(inputs(9), initial(memory))
+    for other in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
+        assert torch.equal(other(inputs(9), initial(other))[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"positions": "rotary"}, 'Set `normalizer="rms"`'),
+        ({"positions": "sinus"}, "is none of: none, rotary"),
+        ({"conv_size": 1}, "`conv_size` = 1 must be 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        DeepLinearAttention(D, **SMALL, **options)
+
+
+def test_popgym_needs_a_state():
+    with pytest.raises(ValueError, match="`hidden_size` = 4 leaves no state for 4 layers"):
+        POPGymLinearAttention(D, 4, num_layers=4)
