@@ -1,0 +1,152 @@
+"""Advantages and value targets from padded rows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import gymnasium as gym
+import numpy as np
+import torch
+from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
+from ray.rllib.evaluation.postprocessing import Postprocessing
+from ray.rllib.utils.annotations import override
+
+from connectors.layout import RowLayout
+
+
+class ComputeAdvantages(ConnectorV2):
+    """Generalised advantage estimation, in place of RLlib's `GeneralAdvantageEstimation`.
+
+    Value targets are RLlib's. What differs: values are computed without gradient; advantages are
+    standardised over the steps that are trained on, where RLlib counts the appended bootstrap
+    steps too; both columns are 0 on bootstrap steps and padding.
+
+    Args:
+        input_observation_space: See `ConnectorV2`.
+        input_action_space: See `ConnectorV2`.
+        gamma: Discount factor.
+        lambda_: GAE's lambda.
+
+    References:
+        Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16.
+    """
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space | None = None,
+        input_action_space: gym.Space | None = None,
+        *,
+        gamma: float,
+        lambda_: float,
+    ):
+        super().__init__(input_observation_space, input_action_space)
+        self.gamma = gamma
+        self.lambda_ = lambda_
+
+    @override(ConnectorV2)
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
+        kwargs = {"gamma": self.gamma, "lambda_": self.lambda_}
+        return (self.input_observation_space, self.input_action_space), kwargs
+
+    @override(ConnectorV2)
+    def __call__(
+        self,
+        *,
+        rl_module: MultiRLModule,
+        batch: dict[str, Any],
+        episodes: list[Any],
+        explore: bool | None = None,
+        shared_data: dict | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Adds `ADVANTAGES` and `VALUE_TARGETS` to each module's batch."""
+        agent_episodes = list(
+            self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False)
+        )
+        for module_id, module_batch in batch.items():
+            if module_id not in rl_module:
+                continue
+            module = rl_module[module_id].unwrapped()
+            if not isinstance(module, ValueFunctionAPI):
+                continue
+            lengths = [
+                len(episode) for episode in agent_episodes if episode.module_id in (None, module_id)
+            ]
+            self._add_advantages(module, module_batch, lengths)
+        return batch
+
+    def _add_advantages(
+        self, module: ValueFunctionAPI, batch: dict[str, Any], lengths: list[int]
+    ) -> None:
+        with torch.no_grad():
+            values = cast("torch.Tensor", module.compute_values(batch))
+        layout = RowLayout(lengths, int(values.shape[1])) if values.ndim == 2 else None
+
+        def steps(column: torch.Tensor) -> np.ndarray:
+            array = column.detach().cpu().numpy()
+            return array if layout is None else layout.unpad(array)
+
+        values_of_steps = steps(values)
+        trained = (
+            steps(batch[Columns.LOSS_MASK])
+            if Columns.LOSS_MASK in batch
+            else np.ones(len(values_of_steps), dtype=bool)
+        )
+        targets = value_targets(
+            values=values_of_steps,
+            rewards=steps(batch[Columns.REWARDS]),
+            terminateds=steps(batch[Columns.TERMINATEDS]),
+            truncateds=steps(batch[Columns.TRUNCATEDS]),
+            gamma=self.gamma,
+            lambda_=self.lambda_,
+        )
+        advantages = targets - values_of_steps
+        kept = advantages[trained]
+        advantages = (advantages - kept.mean()) / max(1e-4, kept.std())
+        for column, data in (
+            (Postprocessing.ADVANTAGES, advantages),
+            (Postprocessing.VALUE_TARGETS, targets),
+        ):
+            data = np.where(trained, data, np.float32(0.0))
+            rows = data if layout is None else layout.pad(data)
+            batch[column] = torch.from_numpy(rows).to(values.device)
+
+
+def value_targets(
+    *,
+    values: np.ndarray,
+    rewards: np.ndarray,
+    terminateds: np.ndarray,
+    truncateds: np.ndarray,
+    gamma: float,
+    lambda_: float,
+) -> np.ndarray:
+    """GAE value targets of concatenated episode chunks, each with its bootstrap step at the end.
+
+    The same numbers as RLlib's `compute_value_targets`, on all steps but the bootstrap ones.
+
+    Args:
+        values: `(N,)` value of each step's observation.
+        rewards: `(N,)`.
+        terminateds: `(N,)` bool: no observation follows this step.
+        truncateds: `(N,)` bool: the next step is the chunk's bootstrap step.
+        gamma: Discount factor.
+        lambda_: GAE's lambda.
+
+    Returns:
+        `(N,)` float32.
+    """
+    continues = 1.0 - terminateds
+    next_values = np.append(values[1:], 0.0)
+    residuals = rewards + gamma * continues * next_values - values
+    decays = gamma * lambda_ * (continues * (1.0 - truncateds))
+    # Plain floats: a numpy operation a step costs ten times as much.
+    advantages = []
+    running = 0.0
+    for residual, decay in zip(residuals[::-1].tolist(), decays[::-1].tolist(), strict=True):
+        running = residual + decay * running
+        advantages.append(running)
+    return (np.array(advantages[::-1], dtype=np.float32) + values).astype(np.float32)

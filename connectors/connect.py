@@ -1,0 +1,261 @@
+"""Plugs the connectors into an algorithm's config."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.ppo.default_ppo_rl_module import DefaultPPORLModule
+from ray.rllib.algorithms.ppo.ppo import PPOConfig
+from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
+from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.connectors.module_to_env import (
+    ListifyDataForVectorEnv,
+    NormalizeAndClipActions,
+    UnBatchToIndividualItems,
+)
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
+from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
+
+from connectors.env_to_module import BuildModuleBatch
+from connectors.learner import BuildTrainBatch
+from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+from connectors.module_to_env import FormatActions, SampleActions
+from connectors.validation import check_max_seq_len
+
+# A config class and the Learner that serves it.
+_LEARNERS: dict[type[AlgorithmConfig], type[MemoryLearnerMixin]] = {
+    PPOConfig: MemoryPPOTorchLearner,
+}
+
+
+def connect(config: AlgorithmConfig) -> AlgorithmConfig:
+    """Plugs the sequence connectors into a config, around connectors it already has.
+
+    Call it after all other settings. Calling it twice changes nothing.
+
+    Your own connectors run before ours. To run one behind ours, return our piece with it from
+    your builder, in the order you want, and `connect` leaves that order alone:
+
+    ```python
+    config.env_runners(
+        env_to_module_connector=lambda env, spaces, device: [BuildModuleBatch(), MyPiece()]
+    )
+    ```
+
+    Args:
+        config: A PPO config with a single-agent module. It is changed in place.
+
+    Returns:
+        The same config.
+
+    Raises:
+        ValueError: if the algorithm, its Learner class or a multi-agent setup is not supported,
+            if `max_seq_len` is missing or wrong, or if `minibatch_size` is below it.
+    """
+    learner_class = _learner_class(config)
+    spec = _single_agent_spec(config)
+    _check_pipelines(config)
+    model_config = _validated_model_config(config, spec)
+    if _may_be_stateful(spec, model_config):
+        _check_sequence_settings(config, check_max_seq_len(model_config))
+
+    user = _user_builders(config)
+    config.env_runners(
+        env_to_module_connector=_wrap(_build_env_to_module, user["env_to_module"]),
+        add_default_connectors_to_env_to_module_pipeline=False,
+        module_to_env_connector=_wrap(
+            _build_module_to_env,
+            user["module_to_env"],
+            normalize_actions=config.normalize_actions,
+            clip_actions=config.clip_actions,
+        ),
+        add_default_connectors_to_module_to_env_pipeline=False,
+    )
+    config.learners(
+        learner_connector=_wrap(_build_learner, user["learner"]),
+        learner_class=learner_class,
+    )
+    return config
+
+
+def _user_builders(config: AlgorithmConfig) -> dict[str, Callable | None]:
+    """The connector builders that the user set.
+
+    Private attributes of Ray 2.60: a config has setters for its builders, but no getters, and
+    without the old builder the user's own connectors would be lost. A test fails if Ray renames
+    them.
+    """
+    return {
+        "env_to_module": config._env_to_module_connector,
+        "module_to_env": config._module_to_env_connector,
+        "learner": config._learner_connector,
+    }
+
+
+def _wrap(build: Callable, user: Callable | None, **kwargs: Any) -> Callable:
+    """A picklable builder that calls the user's; a builder of ours is not wrapped again."""
+    if isinstance(user, partial) and user.func is build:
+        user = user.args[0]
+    return partial(build, user, **kwargs)
+
+
+def _build_env_to_module(
+    user: Callable | None, env: Any = None, spaces: Any = None, device: Any = None
+) -> list[ConnectorV2]:
+    pieces = _user_pieces(user, "env_to_module_connector", env, spaces, device)
+    if not _contains(pieces, BuildModuleBatch):
+        pieces.append(BuildModuleBatch(device=device))
+    return pieces
+
+
+def _build_module_to_env(
+    user: Callable | None,
+    env: Any = None,
+    spaces: Any = None,
+    *,
+    normalize_actions: bool,
+    clip_actions: bool,
+) -> list[ConnectorV2]:
+    pieces = _user_pieces(user, "module_to_env_connector", env, spaces)
+    flags: dict[str, Any] = {
+        "normalize_actions": normalize_actions,
+        "clip_actions": clip_actions,
+    }
+    if _contains(pieces, SampleActions):
+        return pieces
+    if not pieces:
+        return [SampleActions(), FormatActions(**flags)]
+    # RLlib's own pieces around the user's, which expect single items.
+    return [
+        SampleActions(),
+        UnBatchToIndividualItems(),
+        *pieces,
+        NormalizeAndClipActions(**flags),
+        ListifyDataForVectorEnv(),
+    ]
+
+
+def _build_learner(
+    user: Callable | None, observation_space: Any, action_space: Any
+) -> list[ConnectorV2]:
+    pieces = _user_pieces(user, "learner_connector", observation_space, action_space)
+    if not _contains(pieces, BuildTrainBatch):
+        pieces.append(BuildTrainBatch())
+    return pieces
+
+
+def _user_pieces(builder: Callable | None, setting: str, *args: Any) -> list[ConnectorV2]:
+    if builder is None:
+        return []
+    try:
+        inspect.signature(builder).bind(*args)
+    except TypeError:
+        # The signature of earlier Ray versions, which RLlib still accepts.
+        args = args[:1]
+    except ValueError:
+        pass
+    pieces = builder(*args)
+    if isinstance(pieces, ConnectorV2):
+        return [pieces]
+    if isinstance(pieces, (list, tuple)):
+        return list(pieces)
+    raise ValueError(
+        f"The builder given as `{setting}` returned a {type(pieces).__name__}, but must return a "
+        "`ConnectorV2` or a list of them."
+    )
+
+
+def _contains(pieces: list[ConnectorV2], kind: type[ConnectorV2]) -> bool:
+    return any(
+        isinstance(piece, kind)
+        or (isinstance(piece, ConnectorPipelineV2) and _contains(piece.connectors, kind))
+        for piece in pieces
+    )
+
+
+def _learner_class(config: AlgorithmConfig) -> type:
+    ours = next((ours for kind, ours in _LEARNERS.items() if isinstance(config, kind)), None)
+    if ours is None:
+        supported = ", ".join(f"`{kind.__name__}`" for kind in _LEARNERS)
+        raise ValueError(
+            f"`connect` got a `{type(config).__name__}`, but supports {supported} only. Use one of "
+            "them, or leave `connect` out: modules with memory also run on RLlib's default "
+            "connectors."
+        )
+    current = config.learner_class
+    if issubclass(current, MemoryLearnerMixin):
+        return current
+    # Ours does all that RLlib's own class does, and that of no one else.
+    if issubclass(ours, current):
+        return ours
+    raise ValueError(
+        f"`learner_class` is `{current.__name__}`, which lacks what modules with memory need. "
+        f"Derive it from `{ours.__name__}`, or put `MemoryLearnerMixin` first among its bases."
+    )
+
+
+def _single_agent_spec(config: AlgorithmConfig) -> RLModuleSpec:
+    spec: Any = config.rl_module_spec
+    if config.is_multi_agent or isinstance(spec, MultiRLModuleSpec):
+        raise ValueError(
+            "`connect` got a multi-agent config, but supports a single agent with one "
+            "`RLModuleSpec` only. Leave `connect` out: modules with memory also run on RLlib's "
+            "default connectors."
+        )
+    return spec
+
+
+def _check_pipelines(config: AlgorithmConfig) -> None:
+    if not config.add_default_connectors_to_learner_pipeline:
+        raise ValueError(
+            "`add_default_connectors_to_learner_pipeline` is False, but must be True: our learner "
+            "connector works in front of RLlib's default pieces. Leave the setting alone."
+        )
+
+
+def _validated_model_config(config: AlgorithmConfig, spec: RLModuleSpec) -> dict[str, Any]:
+    """Checks a plain dict against the module's config class; returns what the module will get."""
+    config_class = getattr(spec.module_class, "config_class", None)
+    if config_class is not None and not dataclasses.is_dataclass(spec.model_config):
+        # Only what the user set: the keys that algorithms add have other defaults.
+        shared = _as_dict(config._model_config)
+        spec.model_config = config_class.from_dict({**shared, **_as_dict(spec.model_config)})
+        config.rl_module(rl_module_spec=spec)
+    return {**config.model_config, **_as_dict(spec.model_config)}
+
+
+def _as_dict(model_config: Any) -> dict[str, Any]:
+    if model_config is None or isinstance(model_config, dict):
+        return model_config or {}
+    return dataclasses.asdict(model_config)
+
+
+def _may_be_stateful(spec: RLModuleSpec, model_config: dict[str, Any]) -> bool:
+    """False where the module certainly has no memory, and needs no `max_seq_len`."""
+    module_class = spec.module_class
+    if module_class is None or module_class.get_initial_state is RLModule.get_initial_state:
+        return False
+    if issubclass(module_class, DefaultPPORLModule):
+        return bool(model_config.get("use_lstm"))
+    return True
+
+
+def _check_sequence_settings(config: AlgorithmConfig, max_seq_len: int) -> None:
+    minibatch_size = getattr(config, "minibatch_size", None)
+    if minibatch_size is not None and minibatch_size < max_seq_len:
+        raise ValueError(
+            f"`minibatch_size` is {minibatch_size}, but must be at least `max_seq_len` "
+            f"({max_seq_len}): a minibatch is made of whole rows, and RLlib would loop forever on "
+            f"empty ones. Set `config.training(minibatch_size=...)` to {max_seq_len} or more."
+        )
+    if (config.num_learners or 0) > 1:
+        # RLlib cuts episodes to share them out. The state at such a cut is rebuilt from the
+        # observations before it, which must travel with the later part.
+        config.env_runners(
+            episode_lookback_horizon=max(config.episode_lookback_horizon or 0, max_seq_len)
+        )

@@ -1,0 +1,186 @@
+"""From episodes to a train batch of padded rows."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import tree
+from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.env.single_agent_episode import SingleAgentEpisode
+from ray.rllib.utils.annotations import override
+from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
+from ray.rllib.utils.spaces.space_utils import BatchedNdArray
+from ray.rllib.utils.spaces.space_utils import batch as stack_items
+
+from connectors.layout import RowLayout
+from connectors.row_states import row_states
+from connectors.validation import check_single_agent, row_length, single_module
+
+NUM_REBUILT_ROWS = "num_rows_with_rebuilt_state"
+NUM_STALE_ROWS = "num_rows_with_stale_state"
+
+
+class BuildTrainBatch(ConnectorV2):
+    """Lays every column of the episodes out in `[B, T]` rows and adds each row's `STATE_IN`.
+
+    Stands in front of RLlib's default learner pieces, which find their work done. The rows, their
+    order, padding and values are those of RLlib's own pieces. Columns that earlier pieces put into
+    the batch, one item or one `BatchedNdArray` slice a step, are laid out too. Batches of modules
+    without memory are left to RLlib.
+
+    States come from the snapshots that the episodes hold (see `StateSnapshot`); from the states of
+    single steps where RLlib's default connectors recorded the episodes; and are the initial state
+    where nothing was recorded.
+
+    Pieces behind this one see each column as one array under a single key.
+    """
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space | None = None,
+        input_action_space: gym.Space | None = None,
+    ):
+        super().__init__(input_observation_space, input_action_space)
+
+    @override(ConnectorV2)
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
+        return (self.input_observation_space, self.input_action_space), {}
+
+    @override(ConnectorV2)
+    def __call__(
+        self,
+        *,
+        rl_module: RLModule,
+        batch: dict[str, Any],
+        episodes: list[SingleAgentEpisode],
+        explore: bool | None = None,
+        shared_data: dict | None = None,
+        metrics: MetricsLogger | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Returns `{column: {key: [one array (B, T, ...)]}}`."""
+        check_single_agent(episodes, self)
+        if rl_module is None or Columns.STATE_IN in batch or not episodes:
+            return batch
+        module = single_module(rl_module)
+        max_seq_len = row_length(module)
+        if max_seq_len is None:
+            return batch
+        if shared_data is None:
+            shared_data = {}
+
+        layout = RowLayout([len(episode) for episode in episodes], max_seq_len)
+        # Lists of one part an episode, or the concatenated steps of all episodes.
+        steps = {
+            column: _collect_column(column, data, episodes, layout)
+            for column, data in batch.items()
+            if column != Columns.INFOS
+        }
+        given = set(steps)
+        _add_episode_columns(steps, episodes)
+        key = (episodes[0].id_,)
+        for column, parts in steps.items():
+            batch[column] = {key: [_pad_column(layout, parts)]}
+
+        batch[Columns.SEQ_LENS] = {key: [BatchedNdArray(layout.seq_lens)]}
+        if Columns.LOSS_MASK not in batch:
+            batch[Columns.LOSS_MASK] = {key: [BatchedNdArray(layout.valid)]}
+        states, num_rebuilt, num_stale = row_states(
+            module, episodes, layout, steps, obs_given=Columns.OBS in given
+        )
+        batch[Columns.STATE_IN] = {key: [tree.map_structure(BatchedNdArray, states)]}
+        # RLlib asks for this before it shuffles rows.
+        shared_data[f"_zero_padded_for_mid={DEFAULT_MODULE_ID}"] = True
+        if metrics is not None:
+            for name, value in ((NUM_REBUILT_ROWS, num_rebuilt), (NUM_STALE_ROWS, num_stale)):
+                metrics.log_value((DEFAULT_MODULE_ID, name), value, reduce="sum")
+        return batch
+
+
+def _pad_column(layout: RowLayout, parts: Any) -> Any:
+    if not isinstance(parts, list):
+        return tree.map_structure(lambda leaf: BatchedNdArray(layout.pad(leaf)), parts)
+    return tree.map_structure(
+        lambda *leaves: BatchedNdArray(layout.pad_parts(leaves)), parts[0], *parts[1:]
+    )
+
+
+def _collect_column(
+    column: str, data: Any, episodes: list[SingleAgentEpisode], layout: RowLayout
+) -> Any:
+    """The steps of a column that an earlier piece put into the batch."""
+    try:
+        items = [data[(episode.id_,)] for episode in episodes]
+    except (KeyError, TypeError, IndexError):
+        raise ValueError(
+            f"Column `{column}` does not hold one list of items an episode, as a learner connector "
+            "must add them. Use `self.add_n_batch_items(batch, column, items, len(episode), "
+            "episode)` for each episode."
+        ) from None
+
+    # Lists of Python scalars, as the flags that RLlib adds: one conversion for all episodes.
+    if isinstance(items[0], list) and items[0] and isinstance(items[0][0], (bool, int, float)):
+        parts: Any = np.array(list(chain.from_iterable(items)))
+        lengths = [len(part) for part in items]
+    else:
+        parts = [
+            stack_items(part, individual_items_already_have_batch_dim="auto") for part in items
+        ]
+        lengths = [len(tree.flatten(part)[0]) for part in parts]
+    for episode, length, steps in zip(episodes, lengths, layout.lengths.tolist(), strict=True):
+        if length != steps:
+            raise ValueError(
+                f"Column `{column}` has {length} items for the {steps} timesteps of episode "
+                f"{episode.id_}. A learner connector must add one item a timestep."
+            )
+    return parts
+
+
+def _add_episode_columns(steps: dict[str, Any], episodes: list[SingleAgentEpisode]) -> None:
+    """Adds the columns that RLlib's default pieces take from the episodes."""
+    spans = [(episode, slice(0, len(episode))) for episode in episodes]
+    if Columns.OBS not in steps:
+        steps[Columns.OBS] = [_array(episode.get_observations(span)) for episode, span in spans]
+    if Columns.ACTIONS not in steps:
+        steps[Columns.ACTIONS] = [_array(episode.get_actions(span)) for episode, span in spans]
+    if Columns.REWARDS not in steps:
+        steps[Columns.REWARDS] = [_array(episode.get_rewards(span)) for episode, span in spans]
+    for column, flag in (
+        (Columns.TERMINATEDS, "is_terminated"),
+        (Columns.TRUNCATEDS, "is_truncated"),
+    ):
+        if column not in steps:
+            steps[column] = [_last_step_flag(episode, flag) for episode in episodes]
+
+    skipped = {*steps, Columns.STATE_IN, Columns.STATE_OUT}
+    columns = dict.fromkeys(chain.from_iterable(e.extra_model_outputs for e in episodes))
+    for column in columns:
+        if column in skipped:
+            continue
+        missing = sum(column not in episode.extra_model_outputs for episode in episodes)
+        if missing:
+            raise ValueError(
+                f"`{column}` was recorded in {len(episodes) - missing} of {len(episodes)} episodes "
+                "only. Record it in all of them (episodes of random actions have no module outputs)"
+                ", or in none."
+            )
+        steps[column] = [
+            _array(episode.get_extra_model_outputs(key=column, indices=span))
+            for episode, span in spans
+        ]
+
+
+def _array(items: Any) -> Any:
+    return stack_items(items) if isinstance(items, list) else items
+
+
+def _last_step_flag(episode: SingleAgentEpisode, flag: str) -> np.ndarray:
+    flags = np.zeros(len(episode), dtype=bool)
+    flags[-1:] = getattr(episode, flag)
+    return flags

@@ -1,0 +1,132 @@
+"""Recurrent states of single timesteps, and how to rebuild the state at any other one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import tree
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.utils.spaces.space_utils import batch as stack_items
+from ray.rllib.utils.torch_utils import convert_to_torch_tensor
+
+from connectors.validation import device_of
+
+
+class StateSnapshot:
+    """The recurrent state that one row of timesteps starts from.
+
+    Episodes record, under `STATE_OUT` at each step, a reference to the snapshot of the step's row:
+    one object for all steps of a row. Two snapshots may share arrays, but never refer to one
+    another: a chain of them would pickle a whole episode recursively.
+
+    Args:
+        t: Timestep in the episode, counted from its reset, of the step that `state` precedes.
+        state: Tree of numpy arrays without batch axis: the state before step `t`. None if `t` is
+            0: the module knows its initial state.
+
+    Attributes:
+        t: See above.
+        state: See above.
+        end_t: Timestep after the row's last one; None until the row is full.
+        end_state: State before step `end_t`; None until the row is full.
+    """
+
+    # A plain class: dm_tree must take a snapshot for a leaf.
+    __slots__ = ("end_state", "end_t", "state", "t")
+
+    def __init__(self, t: int, state: Any):
+        self.t = t
+        self.state = state
+        self.end_t: int | None = None
+        self.end_state: Any = None
+
+    def finish(self, t: int, state: Any) -> None:
+        """Records the state after the row's last step, `t` being the timestep that follows it."""
+        self.end_t = t
+        self.end_state = state
+
+    def state_at(self, t: int) -> Any | None:
+        """The state before step `t` (not 0) if it is recorded here, else None."""
+        if t == self.t:
+            return self.state
+        if t == self.end_t:
+            return self.end_state
+        return None
+
+    def __repr__(self) -> str:
+        return f"StateSnapshot(t={self.t}, end_t={self.end_t})"
+
+
+def copy_rows(states: Any, rows: Sequence[int]) -> list[Any]:
+    """Copies rows of a batched state to numpy.
+
+    Args:
+        states: Tree of tensors with a leading batch axis.
+        rows: Indices on that axis.
+
+    Returns:
+        One tree of numpy arrays a row, without batch axis and with the tensors' dtypes.
+    """
+    leaves = tree.flatten(states)
+    index = torch.as_tensor(rows, device=leaves[0].device)
+    # `index_select` copies, so later in-place changes of the batched state cannot reach the rows.
+    arrays = [leaf.detach().index_select(0, index).cpu().numpy() for leaf in leaves]
+    return [tree.unflatten_as(states, [array[row] for array in arrays]) for row in range(len(rows))]
+
+
+@contextmanager
+def _inference(module: RLModule):
+    """Eager, in eval mode, without gradient: gaps of all lengths must not compile anything."""
+    parts = list(module.modules()) if isinstance(module, torch.nn.Module) else []
+    modes = [part.training for part in parts]
+    for part in parts:
+        part.training = False
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+
+
+def rebuild_states(
+    module: RLModule,
+    states: Sequence[Any],
+    steps: Sequence[dict[str, Any]],
+) -> list[Any]:
+    """Runs the module over recorded steps to find the states that follow them.
+
+    Sequences of equal length run together: a module that knows nothing of padding is served too.
+
+    Args:
+        module: Module with memory; its `forward_inference` is called.
+        states: One state a sequence (trees of numpy arrays without batch axis).
+        steps: The columns of each sequence (`OBS` at least), leaves `(length, ...)`.
+
+    Returns:
+        One state a sequence, as `states`: that after the sequence's last step.
+    """
+    module = module.unwrapped()
+    device = device_of(module)
+    groups: dict[tuple[int, frozenset[str]], list[int]] = defaultdict(list)
+    for position, columns in enumerate(steps):
+        length = len(tree.flatten(columns[Columns.OBS])[0])
+        groups[length, frozenset(columns)].append(position)
+
+    rebuilt: list[Any] = [None] * len(states)
+    for (length, _), positions in groups.items():
+        inputs: Any = stack_items([steps[position] for position in positions])
+        inputs[Columns.STATE_IN] = stack_items([states[position] for position in positions])
+        inputs[Columns.SEQ_LENS] = np.full(len(positions), length, dtype=np.int64)
+        with _inference(module):
+            outputs = module.forward_inference(convert_to_torch_tensor(inputs, device=device))
+        rows = copy_rows(outputs[Columns.STATE_OUT], range(len(positions)))
+        for position, row in zip(positions, rows, strict=True):
+            rebuilt[position] = row
+    return rebuilt

@@ -1,0 +1,88 @@
+"""What the connectors require of a module, checked where they first see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import tree
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
+from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
+
+
+def check_max_seq_len(model_config: Any) -> int:
+    """Returns `max_seq_len` of a model config.
+
+    Raises:
+        ValueError: if it is missing, no integer, or below 1.
+    """
+    if "max_seq_len" not in model_config:
+        raise ValueError(
+            "`max_seq_len` is missing: a module with memory is trained on rows of that many "
+            "timesteps. Set it in the module's config, e.g. "
+            "`RLModuleSpec(model_config={'max_seq_len': 64, ...})`."
+        )
+    value = model_config["max_seq_len"]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"`max_seq_len` is {value!r}, but must be an integer of at least 1: the number of "
+            "timesteps of a training row. Common values are 20 to 256."
+        )
+    return value
+
+
+def check_single_agent(episodes: list[Any], connector: Any) -> None:
+    """Raises if the episodes are multi-agent ones.
+
+    Raises:
+        ValueError: if they are.
+    """
+    if episodes and isinstance(episodes[0], MultiAgentEpisode):
+        raise ValueError(
+            f"`{type(connector).__name__}` got a `MultiAgentEpisode`, but serves single-agent "
+            "episodes only. Train one agent, or leave `connect` out: modules with memory also "
+            "run on RLlib's default connectors."
+        )
+
+
+def single_module(rl_module: Any) -> RLModule:
+    """The one module of a single-agent setup, unwrapped from DDP."""
+    if isinstance(rl_module, MultiRLModule):
+        rl_module = rl_module[DEFAULT_MODULE_ID]
+    return rl_module.unwrapped()
+
+
+def device_of(module: RLModule) -> str:
+    """Where the module lives: the device of its first parameter."""
+    parameter = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
+    return "cpu" if parameter is None else str(parameter.device)
+
+
+def row_length(module: RLModule) -> int | None:
+    """Timesteps of a training row of this module, None if it has no memory.
+
+    Raises:
+        TypeError: if the module's initial state is no dict.
+        ValueError: if `max_seq_len` is missing or wrong.
+    """
+    state = module.get_initial_state()
+    if state is None:
+        return None
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"`get_initial_state` of `{type(module).__name__}` returned a "
+            f"{type(state).__name__}, but must return a dict of tensors. Wrap the state, e.g. "
+            "`return {'h': state}`."
+        )
+    if not module.is_stateful():
+        return None
+    return check_max_seq_len(module.model_config)
+
+
+def initial_state(module: RLModule, device: torch.device | str | None = None) -> Any:
+    """The module's initial state as a tree of tensors without gradient, no batch axis."""
+    return tree.map_structure(
+        lambda leaf: torch.as_tensor(leaf, device=device).detach(), module.get_initial_state()
+    )

@@ -1,0 +1,154 @@
+"""`ComputeAdvantages` gives RLlib's value targets, and advantages of the trained steps only."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from ray.rllib.connectors.learner import GeneralAdvantageEstimation
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.core.rl_module.torch import TorchRLModule
+from ray.rllib.evaluation.postprocessing import Postprocessing
+from ray.rllib.utils.postprocessing.value_predictions import compute_value_targets
+
+from connectors import BuildTrainBatch, ComputeAdvantages
+from connectors.advantages import value_targets
+from tests.connectors.helpers import BOX, DISCRETE, lstm_module, make_episodes, run_pipeline
+
+T = 4
+CHUNKS = [(3, 0, "terminated"), (9, 0, "truncated"), (8, 0, "cut"), (6, 5, "terminated")]
+SETTINGS = {"gamma": 0.93, "lambda_": 0.8}
+
+
+class StatelessRLModule(TorchRLModule, ValueFunctionAPI):
+    def setup(self):
+        super().setup()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def _forward(self, batch, **kwargs):
+        return {}
+
+    def compute_values(self, batch, embeddings=None):
+        return self.layer(batch[Columns.OBS]).squeeze(-1)
+
+
+class PolicyOnlyRLModule(TorchRLModule):
+    def _forward(self, batch, **kwargs):
+        return {}
+
+
+def spec(module_class):
+    return RLModuleSpec(module_class, observation_space=BOX, action_space=DISCRETE, model_config={})
+
+
+def prepared(stateful):
+    """A module, its episodes with the bootstrap step, and its train batch."""
+    recurrent = lstm_module(T)
+    episodes = make_episodes(recurrent["default_policy"], CHUNKS)
+    if stateful:
+        module, builder = recurrent, lambda *_: BuildTrainBatch()
+        batch = run_pipeline(builder, module, episodes)
+    else:
+        torch.manual_seed(0)
+        module = spec(StatelessRLModule).build().as_multi_rl_module()
+        lengths = [length + 1 for length, _, _ in CHUNKS]
+        rng = np.random.default_rng(0)
+        ends = np.cumsum(lengths) - 1
+        flags = {name: torch.zeros(sum(lengths), dtype=torch.bool) for name in ("term", "trunc")}
+        for end, (_, _, kind) in zip(ends, CHUNKS, strict=True):
+            flags["term" if kind == "terminated" else "trunc"][end - 1] = True
+        mask = torch.ones(sum(lengths), dtype=torch.bool)
+        mask[torch.as_tensor(ends)] = False
+        batch = {
+            Columns.OBS: torch.as_tensor(rng.normal(size=(sum(lengths), 3)), dtype=torch.float32),
+            Columns.REWARDS: torch.as_tensor(rng.normal(size=sum(lengths)), dtype=torch.float32),
+            Columns.TERMINATEDS: flags["term"],
+            Columns.TRUNCATEDS: flags["trunc"],
+            Columns.LOSS_MASK: mask,
+        }
+    for episode in episodes:
+        episode.rewards.append(0.0)
+        episode.actions.append(0)
+        episode.t += 1
+    return module, episodes, batch
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_equals_rllib(stateful):
+    module, episodes, batch = prepared(stateful)
+    call = {"rl_module": module, "episodes": episodes}
+    theirs = GeneralAdvantageEstimation(**SETTINGS)(
+        batch={"default_policy": copy.copy(batch)}, **call
+    )["default_policy"]
+    mine = ComputeAdvantages(**SETTINGS)(batch={"default_policy": copy.copy(batch)}, **call)[
+        "default_policy"
+    ]
+    mask = batch[Columns.LOSS_MASK]
+    for column in (Postprocessing.ADVANTAGES, Postprocessing.VALUE_TARGETS):
+        assert mine[column].dtype == theirs[column].dtype
+        assert mine[column].shape == theirs[column].shape
+        assert not mine[column][~mask].any()
+        assert not mine[column].requires_grad
+    # The LSTM's forward pass rounds differently without gradient.
+    torch.testing.assert_close(
+        mine[Postprocessing.VALUE_TARGETS][mask], theirs[Postprocessing.VALUE_TARGETS][mask]
+    )
+    advantages = mine[Postprocessing.ADVANTAGES][mask]
+    torch.testing.assert_close(advantages.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(advantages.std(correction=0), torch.tensor(1.0))
+    # The same advantages up to the standardisation.
+    other = theirs[Postprocessing.ADVANTAGES][mask]
+    other = (other - other.mean()) / other.std(correction=0)
+    torch.testing.assert_close(advantages, other, atol=1e-5, rtol=1e-5)
+
+
+def test_several_modules():
+    module, episodes, batch = prepared(True)
+    other = spec(StatelessRLModule).build()
+    module.add_module("other", other)
+    module.add_module("policy_only", spec(PolicyOnlyRLModule).build())
+    module.add_module("absent", spec(StatelessRLModule).build())
+    flat = {
+        Columns.OBS: torch.zeros(3, 3),
+        Columns.REWARDS: torch.tensor([1.0, 2.0, 0.0]),
+        Columns.TERMINATEDS: torch.tensor([False, True, False]),
+        Columns.TRUNCATEDS: torch.zeros(3, dtype=torch.bool),
+        Columns.LOSS_MASK: torch.tensor([True, True, False]),
+    }
+    for episode in episodes:
+        episode.module_id = "default_policy"
+    episodes.append(make_episodes(lstm_module(T)["default_policy"], [(3, 0, "cut")])[0])
+    episodes[-1].module_id = "other"
+    batches = {"default_policy": batch, "other": flat, "policy_only": {"obs": flat["obs"]}}
+    result = ComputeAdvantages(gamma=0.5, lambda_=1.0)(
+        rl_module=module, episodes=episodes, batch=batches
+    )
+    assert list(result) == ["default_policy", "other", "policy_only"]
+    assert result["policy_only"].keys() == {"obs"}
+    expected = torch.tensor([2.0, 2.0, 0.0])
+    torch.testing.assert_close(result["other"][Postprocessing.VALUE_TARGETS], expected)
+    assert result["default_policy"][Postprocessing.ADVANTAGES].shape == batch["obs"].shape[:2]
+
+
+def test_value_targets_equal_rllib_bit_for_bit():
+    rng = np.random.default_rng(1)
+    size = 300
+    data = {
+        "values": rng.normal(size=size).astype(np.float32),
+        "rewards": rng.normal(size=size).astype(np.float32),
+        "terminateds": rng.random(size) < 0.05,
+        "truncateds": rng.random(size) < 0.05,
+    }
+    assert np.array_equal(
+        value_targets(**data, **SETTINGS), compute_value_targets(**data, **SETTINGS)
+    )
+
+
+def test_constructor_arguments_round_trip():
+    piece = ComputeAdvantages(BOX, DISCRETE, **SETTINGS)
+    args, kwargs = piece.get_ctor_args_and_kwargs()
+    assert kwargs == SETTINGS
+    assert ComputeAdvantages(*args, **kwargs).get_ctor_args_and_kwargs() == (args, kwargs)
+    assert BuildTrainBatch(BOX, DISCRETE).get_ctor_args_and_kwargs() == ((BOX, DISCRETE), {})

@@ -1,0 +1,125 @@
+"""The Learners: advantages swapped in, weights guarded, explained variance of valid steps."""
+
+import logging
+
+import pytest
+import torch
+from ray.rllib.connectors.learner import GeneralAdvantageEstimation
+from ray.rllib.core.columns import Columns
+from ray.rllib.utils.torch_utils import explained_variance as rllib_explained_variance
+
+from connectors import ComputeAdvantages, MemoryPPOTorchLearner, connect
+from connectors.learners import NUM_NONFINITE_GRADIENTS, explained_variance
+from tests.connectors.helpers import BOX, DISCRETE, lstm_config, make_episodes
+
+pytestmark = pytest.mark.ray
+T = 4
+
+
+def make_learner(**training):
+    config = connect(lstm_config(T).training(num_epochs=2, **training))
+    spec = config.get_rl_module_spec(
+        spaces={"default_policy": (BOX, DISCRETE), "__env_single__": (BOX, DISCRETE)}
+    )
+    learner = config.learner_class(config=config, module_spec=spec)
+    learner.build()
+    return learner
+
+
+def update(learner, seed=0):
+    episodes = make_episodes(
+        learner.module["default_policy"], [(30, 0, "cut"), (11, 0, "terminated")], seed=seed
+    )
+    return learner.update(
+        episodes=episodes, minibatch_size=20, num_epochs=2, timesteps={}, training_data=None
+    )
+
+
+def weights(learner):
+    state = learner.module["default_policy"].state_dict()
+    return {key: value.clone() for key, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def built():
+    return make_learner()
+
+
+def test_build_swaps_the_advantage_connector(built):
+    kinds = [type(piece) for piece in built._learner_connector.connectors]
+    assert kinds[-1] is ComputeAdvantages
+    assert GeneralAdvantageEstimation not in kinds
+    assert built._learner_connector.connectors[-1].gamma == built.config.gamma
+
+
+def test_updates_the_weights(built):
+    before = weights(built)
+    result = update(built)
+    assert any(not torch.equal(before[key], value) for key, value in weights(built).items())
+    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] == 0
+
+
+@pytest.mark.parametrize(
+    ("poison", "clip"),
+    [
+        (float("nan"), {}),
+        (-float("inf"), {"grad_clip": 1.0, "grad_clip_by": "global_norm"}),
+        # Clipping makes a valid number of an infinity.
+        (float("inf"), {"grad_clip": 1.0, "grad_clip_by": "value"}),
+    ],
+)
+def test_nonfinite_gradients_leave_weights_and_optimizer_alone(poison, clip, caplog):
+    learner = make_learner(**clip)
+    update(learner)
+    before = weights(learner)
+    optimizer = learner.get_optimizer("default_policy")
+    steps = [state["step"].item() for state in optimizer.state.values()]
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    parameter = learner.module["default_policy"].vf.net.mlp[-1].bias
+    handle = parameter.register_hook(lambda gradient: torch.full_like(gradient, poison))
+    with caplog.at_level(logging.WARNING, logger="rllib_memory"):
+        result = update(learner)
+    handle.remove()
+    assert all(torch.equal(before[key], value) for key, value in weights(learner).items())
+    assert steps == [state["step"].item() for state in optimizer.state.values()]
+    for moment, state in zip(moments, optimizer.state.values(), strict=True):
+        assert torch.equal(moment, state["exp_avg"])
+    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] > 0
+    assert "Skipped an update" in caplog.text
+    # Training goes on afterwards.
+    update(learner)
+    assert any(not torch.equal(before[key], value) for key, value in weights(learner).items())
+
+
+def test_explained_variance_of_valid_steps():
+    torch.manual_seed(0)
+    targets, values = torch.randn(5, 7), torch.randn(5, 7)
+    values = 0.7 * targets + 0.3 * values
+    mask = torch.rand(5, 7) < 0.6
+    garbage = torch.where(mask, targets, float("nan"))
+    expected = rllib_explained_variance(targets[mask], values[mask])
+    torch.testing.assert_close(explained_variance(garbage, values, mask), expected)
+    assert explained_variance(targets, -9 * targets, mask) == -1.0
+
+
+def test_explained_variance_is_reported_for_valid_steps(built, monkeypatch):
+    seen = []
+    logged = explained_variance
+
+    def spy(targets, values, mask):
+        seen.append(logged(targets, values, mask))
+        assert mask.shape == targets.shape == values.shape
+        return seen[-1]
+
+    monkeypatch.setattr("connectors.learners.explained_variance", spy)
+    result = update(built)
+    assert result["default_policy"]["vf_explained_var"] == seen[-1].item()
+
+
+def test_learner_of_the_user_inherits_everything():
+    class Mine(MemoryPPOTorchLearner):
+        pass
+
+    config = lstm_config(T).learners(learner_class=Mine)
+    assert connect(config).learner_class is Mine
+    assert Columns.LOSS_MASK == "loss_mask"
