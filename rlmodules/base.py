@@ -23,8 +23,9 @@ from rlmodules.memories import Memory, State
 
 ACTOR = "actor"
 CRITIC = "critic"
-# Timesteps that one pass of `compute_values` takes at a time. Bounds its memory.
-VALUE_STEPS = 32_768
+# Timesteps that one pass of `compute_values` takes at a time. Bounds its memory; twice as fast as
+# 32,768 on CPUs, whose large temporaries come from the system page by page.
+VALUE_STEPS = 2048
 
 
 class MemoryCore(nn.Module):
@@ -72,8 +73,7 @@ class MemoryRLModule(TorchRLModule, ValueFunctionAPI, InferenceOnlyAPI, TargetNe
         self.action_dist_cls = action_dist_class(self.action_space)
         self.core = self._build_core(config)
         if not config.vf_share_layers:
-            # The critic's states are collected in the rollout, so EnvRunners need its memory.
-            self.inference_only = False
+            # Stays on EnvRunners: the critic's states are collected in the rollout.
             self.critic_core = self._build_core(config)
         head = (config.head_fcnet_hiddens, config.head_fcnet_activation)
         width = self.core.memory.output_dim
@@ -198,8 +198,9 @@ class MemoryRLModule(TorchRLModule, ValueFunctionAPI, InferenceOnlyAPI, TargetNe
         self._compile()
         obs, state, valid = _inputs(batch)
         state = state if self.memory_config.vf_share_layers else state[ACTOR]
-        features, _ = self.target_core(obs, state, valid)
-        return {TARGET_NETWORK_ACTION_DIST_INPUTS: self.target_policy_head(features)}
+        with torch.no_grad():
+            features, _ = self.target_core(obs, state, valid)
+            return {TARGET_NETWORK_ACTION_DIST_INPUTS: self.target_policy_head(features)}
 
     @override(InferenceOnlyAPI)
     def get_non_inference_attributes(self) -> list[str]:

@@ -1,10 +1,13 @@
 """`torch.compile` for memories: in place, one graph for all equal blocks and batch sizes."""
 
+import functools
 import importlib.util
 import logging
 import os
 import shutil
-from typing import Literal
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,9 +17,29 @@ logger = logging.getLogger("rllib_memory")
 
 Compile = Literal["auto"] | bool
 
-# The compiled blocks, and whether each may fall back to running uncompiled. Not an attribute of
-# the blocks: their copies and pickles are not compiled.
-_may_fall_back: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+class _Kind:
+    """What all modules of one class with tensors of one shape share: a compiled `forward`."""
+
+    def __init__(self, module: nn.Module):
+        forward = type(module).forward
+        # PyTorch keeps at most eight graphs per code object, and makes sizes dynamic that differ
+        # between them. With a code object for each kind, a process may train any number of models.
+        copied = types.FunctionType(
+            forward.__code__.replace(),
+            forward.__globals__,
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        self.forward: Callable[..., Any] = torch.compile(copied, fullgraph=True, dynamic=False)
+        self.failed = False
+
+
+_kinds: dict[tuple, _Kind] = {}
+# What each compiled block runs, and whether it may fall back to running uncompiled. Not attributes
+# of the blocks: their copies and pickles are not compiled.
+_compiled: WeakKeyDictionary[nn.Module, tuple[_Kind, bool]] = WeakKeyDictionary()
 
 
 def compile_blocks(blocks: list[nn.Module], mode: Compile, device: torch.device) -> bool:
@@ -33,44 +56,38 @@ def compile_blocks(blocks: list[nn.Module], mode: Compile, device: torch.device)
     Returns:
         Whether the modules are compiled now.
     """
-    if not mode or not blocks:
-        return False
-    if mode == "auto" and not _has_toolchain(device):
-        logger.warning(
-            '`compile` = "auto": no %s found, the memory runs uncompiled. Install one, or set '
-            "`compile=False` to silence this.",
-            "Triton" if device.type == "cuda" else "C++ compiler",
-        )
+    if not mode or not blocks or (mode == "auto" and not _has_toolchain(device.type)):
         return False
     for block in blocks:
-        if block not in _may_fall_back:
-            block.compile(fullgraph=True)
-            _may_fall_back[block] = mode == "auto"
+        if block not in _compiled:
+            shapes = ((name, tuple(x.shape)) for name, x in block.state_dict().items())
+            key = (type(block), *shapes)
+            if key not in _kinds:
+                _kinds[key] = _Kind(block)
+            _compiled[block] = (_kinds[key], mode == "auto")
     return True
 
 
-def call_block(block: nn.Module, *args):
+def call_block(block: nn.Module, *args: Any) -> Any:
     """Calls a block, compiled if it has been compiled and the batch has more than one row.
 
     A batch of one row would get a graph of its own: PyTorch specialises on sizes 0 and 1.
     """
-    if block not in _may_fall_back:
+    kind, may_fall_back = _compiled.get(block, (None, False))
+    if kind is None or kind.failed or args[0].shape[0] == 1:
         return block(*args)
-    if args[0].shape[0] == 1:
-        return block.forward(*args)
     _mark_batch_dynamic(args)
     try:
-        return block(*args)
+        return kind.forward(block, *args)
     except Exception as error:
-        if not _may_fall_back[block] or not _is_compile_error(error):
+        if not may_fall_back or not _is_compile_error(error):
             raise
         logger.warning("The memory could not be compiled and runs uncompiled: %s", error)
-        block.compile(disable=True)
-        del _may_fall_back[block]
-        return block.forward(*args)
+        kind.failed = True
+        return block(*args)
 
 
-def _mark_batch_dynamic(args):
+def _mark_batch_dynamic(args: Iterable[Any]) -> None:
     for arg in args:
         if isinstance(arg, Tensor):
             torch._dynamo.maybe_mark_dynamic(arg, 0)
@@ -82,7 +99,18 @@ def _is_compile_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
-def _has_toolchain(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return importlib.util.find_spec("triton") is not None
-    return any(shutil.which(c) for c in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+@functools.cache
+def _has_toolchain(device_type: str) -> bool:
+    """Whether the device's compiler exists. Says so once if it does not."""
+    if device_type == "cuda":
+        compiler, found = "Triton", importlib.util.find_spec("triton") is not None
+    else:
+        candidates = (os.environ.get("CXX", "c++"), "g++", "clang++")
+        compiler, found = "C++ compiler", any(shutil.which(c) for c in candidates)
+    if not found:
+        logger.warning(
+            '`compile` = "auto": no %s found, the memory runs uncompiled. Install one, or set '
+            "`compile=False` to silence this.",
+            compiler,
+        )
+    return found

@@ -60,7 +60,8 @@ class MemoryConfig:
     """Whether training runs a compiled memory: True, False, or "auto": where a compiler exists."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_seq_len, int) or self.max_seq_len < 1:
+        max_seq_len: Any = self.max_seq_len
+        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
             raise ValueError(
                 f"`max_seq_len` is {self.max_seq_len!r}, but it must be an int of at least 1: the "
                 "number of timesteps a training row holds, for example 64."
@@ -69,6 +70,9 @@ class MemoryConfig:
             raise ValueError(
                 f'`compile` is {self.compile!r}, but it must be True, False or "auto".'
             )
+        # Lists of its own: neither a preset's nor the caller's.
+        self.fcnet_hiddens = list(self.fcnet_hiddens)
+        self.head_fcnet_hiddens = list(self.head_fcnet_hiddens)
 
     @classmethod
     def from_dict(cls, model_config: Mapping[str, Any]) -> Self:

@@ -8,7 +8,7 @@ from ray.rllib.utils.annotations import override
 from rlmodules.base import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.memories import DeepLinearAttention, Memory, POPGymLinearAttention
-from rlmodules.memories.linear_attention import ConvActivation, Normalizer, Positions
+from rlmodules.memories.linear_attention import Normalizer, Positions, ShortConvActivation
 
 
 @dataclass(kw_only=True)
@@ -38,10 +38,10 @@ class LinearAttentionConfig(MemoryConfig):
     """Steps that the encodings of POPGym's are laid out for, best the longest episode's. They work
     beyond, but some no longer tell late steps apart."""
 
-    conv_size: int = 4
+    short_conv_size: int = 4
     """Steps that the short causal convolution over queries, keys and values sees. 0: none."""
 
-    conv_activation: ConvActivation = "silu"
+    short_conv_activation: ShortConvActivation = "silu"
     """What follows the convolution: "silu", or "linear", which starts it at the identity."""
 
     decay: bool = True
@@ -164,8 +164,8 @@ def build_linear_attention(
         config.feedforward_dim,
         positions=config.positions,
         position_horizon=config.position_horizon,
-        conv_size=config.conv_size,
-        conv_activation=config.conv_activation,
+        short_conv_size=config.short_conv_size,
+        short_conv_activation=config.short_conv_activation,
         decay=config.decay,
         normalizer=config.normalizer,
     )

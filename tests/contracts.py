@@ -4,6 +4,8 @@ A new memory gets all of these tests by adding a line to `MEMORIES` in
 `tests/rlmodules/test_memories.py`.
 """
 
+from itertools import pairwise
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ class MemoryContract:
         x = inputs(150)
         bounds = sorted({0, *cuts, 150})
         state, parts = initial(memory), []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             y, state = memory(x[:, start:end], state)
             parts.append(y)
         assert_equal((torch.cat(parts, 1), state), memory(x, initial(memory)))
@@ -88,7 +90,7 @@ class MemoryContract:
             starts = [0, *resets[b].nonzero()[:, 0].tolist(), T]
             row = {key: value[b : b + 1] for key, value in busy(memory).items()}
             parts = []
-            for start, end in zip(starts, starts[1:], strict=False):
+            for start, end in pairwise(starts):
                 if start or resets[b, 0]:
                     row = {k: v[:1] for k, v in initial(memory).items()}
                 if end > start:

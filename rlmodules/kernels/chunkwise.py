@@ -52,27 +52,22 @@ class ChunkwiseAttention(torch.autograd.Function):
         factors = _factors(log_decay, episode, q)
         A = _mask_(q @ k.mT, factors.inside)
         read, write = _scale(q, factors.read), _scale(k, factors.write)
-
-        # The states before each chunk, and after the last one.
-        states = torch.cat([S.unsqueeze(1), write.mT @ v], 1)
-        sums = torch.cat([z.unsqueeze(1), write.sum(2)], 1)
-        for n in range(q.shape[1]):
-            _add_(states, n + 1, n, factors.carry, n)
-            _add_(sums, n + 1, n, factors.carry, n)
-
-        out = _add_product_(A @ v, read, states[:, :-1])
+        # What each chunk adds to the state becomes the state before it.
+        states, S = _scan_(write.mT @ v, S, factors.carry)
+        sums, z = _scan_(write.sum(2), z, factors.carry)
+        out = _add_product_(A @ v, read, states)
         norm = None
         if normalize:
-            norm = A.sum(-1, keepdim=True) + read @ sums[:, :-1].unsqueeze(-1)
+            norm = A.sum(-1, keepdim=True) + read @ sums.unsqueeze(-1)
             norm += eps
-            out = out / norm
-        ctx.save_for_backward(q, k, v, A, states, sums, out, norm, log_decay, episode)
-        return out, states[:, -1].clone(), sums[:, -1].clone()
+            out /= norm
+        ctx.save_for_backward(q, k, v, A, states, sums, S, z, out, norm, log_decay, episode)
+        return out, S, z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor) -> tuple:  # noqa: D102
-        q, k, v, A, states, sums, out, norm, log_decay, episode = ctx.saved_tensors
+        q, k, v, A, states, sums, S, z, out, norm, log_decay, episode = ctx.saved_tensors
         factors = _factors(log_decay, episode, q)
         read, write = _scale(q, factors.read), _scale(k, factors.write)
 
@@ -85,28 +80,25 @@ class ChunkwiseAttention(torch.autograd.Function):
             d_A += d_norm
         d_A = _mask_(d_A, factors.inside)
 
-        # Backward through the states: what the chunks behind want of them.
-        d_states = torch.cat([read.mT @ d_out, d_S.unsqueeze(1)], 1)
-        d_sums = torch.cat([torch.zeros_like(sums[:, :-1]), d_z.unsqueeze(1)], 1)
-        if d_norm is not None:
-            d_sums[:, :-1] = (read.mT @ d_norm).squeeze(-1)
-        for n in reversed(range(q.shape[1])):
-            _add_(d_states, n, n + 1, factors.carry, n)
-            _add_(d_sums, n, n + 1, factors.carry, n)
-
-        d_read = d_out @ states[:, :-1].mT
-        if d_norm is not None:
-            d_read += d_norm * sums[:, :-1].unsqueeze(2)
-        d_write = v @ d_states[:, 1:].mT
-        d_write += d_sums[:, 1:].unsqueeze(2)
+        # Backward in time: what all later chunks want of the state after each chunk.
+        d_states, d_first = _scan_(read.mT @ d_out, d_S, factors.carry, reverse=True)
+        d_read = d_out @ states.mT
+        d_write = v @ d_states.mT
+        if d_norm is None:
+            d_sums, d_first_sum = _scan_(torch.zeros_like(sums), d_z, factors.carry, reverse=True)
+        else:
+            d_sums = (read.mT @ d_norm).squeeze(-1)
+            d_sums, d_first_sum = _scan_(d_sums, d_z, factors.carry, reverse=True)
+            d_read.addcmul_(d_norm, sums.unsqueeze(2))
+        d_write += d_sums.unsqueeze(2)
         d_q = _add_product_(_scale(d_read, factors.read), d_A, k)
         d_k = _add_product_(_scale(d_write, factors.write), d_A.mT, q)
-        d_v = _add_product_(A.mT @ d_out, write, d_states[:, 1:])
+        d_v = _add_product_(A.mT @ d_out, write, d_states)
         d_log_decay = None
         if log_decay is not None:
-            final = (d_S * states[:, -1]).sum((1, 2)) + (d_z * sums[:, -1]).sum(1)
+            final = (d_S * S).sum((1, 2)) + (d_z * z).sum(1)
             d_log_decay = _decay_gradient(q, d_q, k, d_k, final, episode)
-        return d_q, d_k, d_v, d_states[:, 0], d_sums[:, 0], d_log_decay, None, None, None
+        return d_q, d_k, d_v, d_first, d_first_sum, d_log_decay, None, None, None
 
 
 def _factors(log_decay: Tensor | None, episode: Tensor | None, q: Tensor) -> Factors:
@@ -157,13 +149,23 @@ def _scale(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
-def _add_(x: Tensor, to: int, source: int, carry: Tensor | None, n: int) -> None:
-    """`x[:, to] += carry_n x[:, source]`, in place."""
-    if carry is None:
-        x[:, to] += x[:, source]
-    else:
-        factor = carry[:, n] if x.dim() == 3 else carry[:, n, :, None]
-        x[:, to].addcmul_(factor, x[:, source])
+def _scan_(
+    x: Tensor, first: Tensor, carry: Tensor | None, *, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Replaces `x (G, N, ...)` by the carried sum of the entries before, from `first (G, ...)`.
+
+    Returns:
+        x, overwritten, and the carried sum of all entries.
+    """
+    running = first.clone()
+    for n in reversed(range(x.shape[1])) if reverse else range(x.shape[1]):
+        carried = running
+        if carry is not None:
+            carried = running * carry[:, n].view(-1, *[1] * (running.dim() - 1))
+        following = carried + x[:, n]
+        x[:, n] = running
+        running = following
+    return x, running
 
 
 def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:

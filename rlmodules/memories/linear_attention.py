@@ -12,7 +12,7 @@ from rlmodules.kernels import linear_attention, short_convolution
 from rlmodules.memories.memory import Memory, State, count_steps, mask_padding
 from rlmodules.positions import POSITIONS, PositionalEncoding, rotate
 
-ConvActivation = Literal["silu", "linear"]
+ShortConvActivation = Literal["silu", "linear"]
 Normalizer = Literal["sum", "rms"]
 Positions = Literal[
     "none", "rotary", "learned", "fixed", "sine", "scaled_sine", "simple_scaled", "perceptron",
@@ -31,8 +31,9 @@ class LinearAttentionBlock(nn.Module):
         num_heads: Heads H.
         head_dim: Width K of queries, keys and values a head; a head's state has K x K floats.
         feedforward_dim: Hidden width of the feed-forward part.
-        conv_size: Width W of the short causal convolution over queries, keys and values; 0: none.
-        conv_activation: What follows the convolution. "linear" starts it at the identity.
+        short_conv_size: Width W of the short causal convolution over queries, keys and values.
+            0: none.
+        short_conv_activation: What follows the convolution. "linear" starts it at the identity.
         decay: Whether a head forgets, at a rate that it computes from its input. At the start the
             heads' rates are spread from short to long memories.
         normalizer: "sum" divides by the decayed sum of the keys' products with the query, as the
@@ -48,8 +49,8 @@ class LinearAttentionBlock(nn.Module):
         head_dim: int,
         feedforward_dim: int,
         *,
-        conv_size: int = 4,
-        conv_activation: ConvActivation = "silu",
+        short_conv_size: int = 4,
+        short_conv_activation: ShortConvActivation = "silu",
         decay: bool = True,
         normalizer: Normalizer = "sum",
         rotary: bool = False,
@@ -57,18 +58,18 @@ class LinearAttentionBlock(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.conv_size = conv_size
-        self.conv_activation = conv_activation
+        self.short_conv_size = short_conv_size
+        self.short_conv_activation = short_conv_activation
         self.normalizer = normalizer
         self.rotary = rotary
         width = num_heads * head_dim
         self.attention_norm = nn.LayerNorm(d_model)
         self.qkv = nn.Linear(d_model, 3 * width, bias=False)
         self.conv = None
-        if conv_size:
-            weight = torch.randn(conv_size, 3 * width) / conv_size**0.5
-            if conv_activation == "linear":
-                weight = torch.zeros(conv_size, 3 * width)
+        if short_conv_size:
+            weight = torch.randn(short_conv_size, 3 * width) / short_conv_size**0.5
+            if short_conv_activation == "linear":
+                weight = torch.zeros(short_conv_size, 3 * width)
                 weight[-1] = 1.0
             self.conv = nn.Parameter(weight)
         self.decay = None
@@ -93,8 +94,8 @@ class LinearAttentionBlock(nn.Module):
         state = {"S": torch.zeros(H, K, K)}
         if self.normalizer == "sum":
             state["z"] = torch.zeros(H, K)
-        if self.conv_size:
-            state["conv"] = torch.zeros(self.conv_size - 1, 3 * H * K)
+        if self.short_conv_size:
+            state["conv"] = torch.zeros(self.short_conv_size - 1, 3 * H * K)
         return state
 
     def forward(
@@ -113,7 +114,7 @@ class LinearAttentionBlock(nn.Module):
             qkv, new_state["conv"] = short_convolution(
                 qkv, self.conv, state["conv"], valid=valid, resets=resets
             )
-            if self.conv_activation == "silu":
+            if self.short_conv_activation == "silu":
                 qkv = F.silu(qkv)
         q, k, v = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads).unbind(0)
         q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -160,8 +161,8 @@ class DeepLinearAttention(Memory):
         positions: "none", "rotary" (relative, on queries and keys), or one of POPGym's encodings,
             mixed into the input.
         position_horizon: Steps that the encodings are laid out for, POPGym's `max_seq_len`.
-        conv_size: See `LinearAttentionBlock`; so are `conv_activation`, `decay`, `normalizer`.
-        conv_activation: "silu" or "linear".
+        short_conv_size: See `LinearAttentionBlock` for this and what follows.
+        short_conv_activation: "silu" or "linear".
         decay: Whether heads forget.
         normalizer: "sum" or "rms".
 
@@ -196,13 +197,13 @@ class DeepLinearAttention(Memory):
         *,
         positions: Positions = "none",
         position_horizon: int = 1024,
-        conv_size: int = 4,
-        conv_activation: ConvActivation = "silu",
+        short_conv_size: int = 4,
+        short_conv_activation: ShortConvActivation = "silu",
         decay: bool = True,
         normalizer: Normalizer = "sum",
     ):
         super().__init__()
-        _check(positions, conv_size, normalizer)
+        _check(positions, short_conv_size, normalizer)
         self.input_dim = input_dim
         self.output_dim = d_model
         self.project = nn.Linear(input_dim, d_model)
@@ -216,8 +217,8 @@ class DeepLinearAttention(Memory):
                 num_heads,
                 head_dim,
                 feedforward_dim,
-                conv_size=conv_size,
-                conv_activation=conv_activation,
+                short_conv_size=short_conv_size,
+                short_conv_activation=short_conv_activation,
                 decay=decay,
                 normalizer=normalizer,
                 rotary=positions == "rotary",
@@ -287,7 +288,7 @@ def run_blocks(
     return x, {key: torch.stack([s[key] for s in new_states], 1) for key in layers}
 
 
-def _check(positions, conv_size, normalizer):
+def _check(positions, short_conv_size, normalizer):
     if positions == "rotary" and normalizer != "rms":
         raise ValueError(
             f'`positions` = "rotary" with `normalizer` = "{normalizer}": rotated products may be '
@@ -297,8 +298,8 @@ def _check(positions, conv_size, normalizer):
         raise ValueError(
             f'`positions` = "{positions}" is none of: none, rotary, {", ".join(POSITIONS)}.'
         )
-    if conv_size < 0 or conv_size == 1:
+    if short_conv_size < 0 or short_conv_size == 1:
         raise ValueError(
-            f"`conv_size` = {conv_size} must be 0 (no convolution) or at least 2: a convolution of "
-            "width 1 sees no earlier step."
+            f"`short_conv_size` = {short_conv_size} must be 0 (no convolution) or at least 2: a "
+            "convolution of width 1 sees no earlier step."
         )

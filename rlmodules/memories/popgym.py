@@ -30,8 +30,8 @@ class POPGymBlock(nn.Module):
     def __init__(self, input_dim: int, h: int, S_aggregator: Aggregator, z_aggregator: Aggregator):
         super().__init__()
         self.h = h
-        self.S_aggregator = S_aggregator
-        self.z_aggregator = z_aggregator
+        self.S_aggregator: Aggregator = S_aggregator
+        self.z_aggregator: Aggregator = z_aggregator
         self.key = nn.Linear(input_dim, h, bias=False)
         self.query = nn.Linear(input_dim, h, bias=False)
         self.value = nn.Linear(input_dim, h, bias=False)

@@ -13,14 +13,14 @@ SMALL = {"d_model": 8, "num_heads": 2, "head_dim": 3, "feedforward_dim": 7}
 MEMORIES = {
     "linear": lambda: LinearAttention(D, **SMALL),
     "deep": lambda: DeepLinearAttention(D, **SMALL),
-    "deep-plain": lambda: DeepLinearAttention(D, **SMALL, conv_size=0, decay=False),
+    "deep-plain": lambda: DeepLinearAttention(D, **SMALL, short_conv_size=0, decay=False),
     "deep-sine": lambda: DeepLinearAttention(D, **SMALL, positions="sine", position_horizon=50),
     "deep-rotary": lambda: DeepLinearAttention(
         D,
         **SMALL | {"head_dim": 4},
         positions="rotary",
         normalizer="rms",
-        conv_activation="linear",
+        short_conv_activation="linear",
     ),
     "popgym": lambda: POPGymLinearAttention(D, 25),
     "popgym-deep": lambda: POPGymLinearAttention(D, 50, 3, positions="none"),
@@ -55,7 +55,7 @@ def test_pickles_and_copies_compute_the_same():
     [
         ({"positions": "rotary"}, 'Set `normalizer="rms"`'),
         ({"positions": "sinus"}, "is none of: none, rotary"),
-        ({"conv_size": 1}, "`conv_size` = 1 must be 0"),
+        ({"short_conv_size": 1}, "`short_conv_size` = 1 must be 0"),
     ],
 )
 def test_bad_options(options, message):

@@ -1,0 +1,184 @@
+"""PPO on POPGym: the environments, the policies to choose from, one set of hyperparameters."""
+
+import logging
+import math
+import warnings
+from typing import Any
+
+import gymnasium as gym
+import ray
+from popgym import envs as popgym_envs
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.connectors.env_to_module import FlattenObservations
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.tune.registry import register_env
+
+from connectors import connect
+from rlmodules import (
+    DeepLinearAttentionConfig,
+    DeepLinearAttentionRLModule,
+    LinearAttentionConfig,
+    LinearAttentionRLModule,
+)
+
+ENVS = {env.__name__: env for env in popgym_envs.ALL}
+MEMORIES = {
+    "deep": "a stack of linear-attention blocks, this package's DeepLinearAttentionRLModule",
+    "linear": "one linear-attention block, this package's LinearAttentionRLModule",
+    "lstm": "RLlib's own LSTM with 256 cells, on RLlib's default connectors",
+    "mlp": "no memory: RLlib's own MLP",
+}
+OURS = {
+    "deep": (DeepLinearAttentionRLModule, DeepLinearAttentionConfig),
+    "linear": (LinearAttentionRLModule, LinearAttentionConfig),
+}
+# Environment steps an iteration, about: see `fragment_length`.
+TRAIN_BATCH_SIZE = 4096
+HYPERPARAMETERS = {
+    # Falls with the steps: at a constant 1e-3 a solved task is now and then half forgotten again.
+    "lr": [[0, 1e-3], [200_000, 2e-4]],
+    "minibatch_size": 1024,
+    "num_epochs": 8,
+    "gamma": 0.99,
+    "lambda_": 0.95,
+    "entropy_coeff": 0.003,
+    "clip_param": 0.2,
+    "grad_clip": 0.5,
+    # Returns lie in [-1, 1]: the value loss needs no clipping.
+    "vf_clip_param": 1e6,
+    "use_kl_loss": False,
+}
+PADDING_SHARE = "padding_share"
+RLLIB_ENV = "popgym"
+
+
+def make_env(env_config: dict) -> gym.Env:
+    """Makes the POPGym environment whose class is named by `env_config["name"]`.
+
+    Raises:
+        ValueError: If POPGym has no such environment.
+    """
+    name = env_config["name"]
+    if name not in ENVS:
+        raise ValueError(f"`--env` is {name!r}, but it must be one of: {', '.join(sorted(ENVS))}.")
+    return ENVS[name]()
+
+
+register_env(RLLIB_ENV, make_env)
+
+
+def start_ray(num_cpus: int | None = None) -> None:
+    """Starts Ray on this machine, quietly: errors reach the terminal, warnings do not."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="gymnasium")
+    if not ray.is_initialized():
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    for name in ("ray", "ray.rllib", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def build_config(
+    env: str,
+    memory: str = "deep",
+    *,
+    seed: int | None = 0,
+    max_seq_len: int = 64,
+    num_env_runners: int = 0,
+    num_envs_per_env_runner: int = 16,
+    num_learners: int = 0,
+    num_gpus_per_learner: float = 0,
+    evaluation: dict | None = None,
+    hyperparameters: dict | None = None,
+    model: dict | None = None,
+) -> PPOConfig:
+    """The PPO config of one run.
+
+    Args:
+        env: Name of the POPGym environment's class.
+        memory: One of `MEMORIES`.
+        seed: Seed of environments, actions and weights.
+        max_seq_len: Steps a training row holds.
+        num_env_runners: EnvRunner processes beside the main one; 0: the main process samples.
+        num_envs_per_env_runner: Environments that an EnvRunner steps at once.
+        num_learners: Learner processes beside the main one; 0: the main process learns.
+        num_gpus_per_learner: GPUs of a Learner.
+        evaluation: Settings for `PPOConfig.evaluation`.
+        hyperparameters: Changes to `HYPERPARAMETERS`.
+        model: Changes to the module's config, for "lstm" and "mlp" that of RLlib.
+
+    Returns:
+        The config, with this package's connectors where the module is this package's.
+    """
+    num_envs = max(1, num_env_runners) * num_envs_per_env_runner
+    batch_size = num_envs * fragment_length(num_envs, max_seq_len) // max(1, num_learners)
+    training = {"train_batch_size_per_learner": batch_size, **HYPERPARAMETERS}
+    config = (
+        PPOConfig()
+        .environment(RLLIB_ENV, env_config={"name": env})
+        .env_runners(
+            num_env_runners=num_env_runners, num_envs_per_env_runner=num_envs_per_env_runner
+        )
+        .learners(num_learners=num_learners, num_gpus_per_learner=num_gpus_per_learner)
+        .training(**{**training, **(hyperparameters or {})})
+        .evaluation(**(evaluation or {}))
+        .reporting(metrics_num_episodes_for_smoothing=100)
+        .callbacks(on_sample_end=log_padding_share)
+        .debugging(seed=seed, log_level="ERROR")
+    )
+    if memory in OURS:
+        module_class, config_class = OURS[memory]
+        model_config = config_class(max_seq_len=max_seq_len, **(model or {}))
+        config.rl_module(
+            rl_module_spec=RLModuleSpec(module_class=module_class, model_config=model_config)
+        )
+        connect(config)
+        return config
+    # RLlib's own encoders take flat vectors only.
+    config.env_runners(env_to_module_connector=lambda *_: FlattenObservations())
+    settings = {"use_lstm": True, "max_seq_len": max_seq_len} if memory == "lstm" else {}
+    return config.rl_module(model_config=DefaultModelConfig(**{**settings, **(model or {})}))
+
+
+def fragment_length(num_envs: int, max_seq_len: int) -> int:
+    """Steps an iteration of one environment: full training rows but for one step.
+
+    That step is taken by the one which RLlib's Learner appends to every piece of an episode. It
+    would otherwise start a row of its own.
+    """
+    return max(1, round(TRAIN_BATCH_SIZE / num_envs / max_seq_len)) * max_seq_len - 1
+
+
+def count_parameters(algo: Algorithm) -> int:
+    """Parameters of the module that is being trained."""
+    weights = algo.get_weights()[DEFAULT_MODULE_ID]
+    return sum(value.size for value in weights.values())
+
+
+def mlp_of_size(num_parameters: int, env: str) -> dict:
+    """Settings of an MLP with two equal layers and about that many parameters in all."""
+    spaces = make_env({"name": env})
+    num_inputs = gym.spaces.flatdim(spaces.observation_space)
+    num_outputs = gym.spaces.flatdim(spaces.action_space) + 1
+    # width^2 + (num_inputs + num_outputs + 2) width = num_parameters
+    half = (num_inputs + num_outputs + 2) / 2
+    width = max(1, round(math.sqrt(half**2 + num_parameters) - half))
+    return {"fcnet_hiddens": [width, width], "fcnet_activation": "relu"}
+
+
+def log_padding_share(*, env_runner, metrics_logger, samples, **_: Any) -> None:
+    """RLlib callback: the share of slots in the training rows that hold no timestep."""
+    T = env_runner.module.model_config.get("max_seq_len")
+    if not samples or not env_runner.module.is_stateful() or not T:
+        return
+    # RLlib's Learner appends one step to every piece of an episode, for its last value.
+    num_slots = sum(math.ceil((len(episode) + 1) / T) * T for episode in samples)
+    share = 1 - sum(len(episode) for episode in samples) / num_slots
+    metrics_logger.log_value(PADDING_SHARE, share, reduce="mean", window=1)
