@@ -61,44 +61,51 @@ class ChunkwiseAttention(torch.autograd.Function):
             norm = A.sum(-1, keepdim=True) + read @ sums.unsqueeze(-1)
             norm += eps
             out /= norm
-        ctx.save_for_backward(q, k, v, A, states, sums, S, z, out, norm, log_decay, episode)
+        ctx.save_for_backward(q, k, v, A, states, sums, S, z, out, norm, episode, *factors)
+        ctx.has_decay = log_decay is not None
         return out, S, z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor) -> tuple:  # noqa: D102
-        q, k, v, A, states, sums, S, z, out, norm, log_decay, episode = ctx.saved_tensors
-        factors = _factors(log_decay, episode, q)
-        read, write = _scale(q, factors.read), _scale(k, factors.write)
+        # Autocast may be on where the gradients are computed.
+        with torch.autocast(d_out.device.type, enabled=False):
+            return _gradients(ctx, d_out, d_S, d_z)
 
-        d_norm = None
-        if norm is not None:
-            d_out = d_out / norm
-            d_norm = -(d_out * out).sum(-1, keepdim=True)
-        d_A = d_out @ v.mT
-        if d_norm is not None:
-            d_A += d_norm
-        d_A = _mask_(d_A, factors.inside)
 
-        # Backward in time: what all later chunks want of the state after each chunk.
-        d_states, d_first = _scan_(read.mT @ d_out, d_S, factors.carry, reverse=True)
-        d_read = d_out @ states.mT
-        d_write = v @ d_states.mT
-        if d_norm is None:
-            d_sums, d_first_sum = _scan_(torch.zeros_like(sums), d_z, factors.carry, reverse=True)
-        else:
-            d_sums = (read.mT @ d_norm).squeeze(-1)
-            d_sums, d_first_sum = _scan_(d_sums, d_z, factors.carry, reverse=True)
-            d_read.addcmul_(d_norm, sums.unsqueeze(2))
-        d_write += d_sums.unsqueeze(2)
-        d_q = _add_product_(_scale(d_read, factors.read), d_A, k)
-        d_k = _add_product_(_scale(d_write, factors.write), d_A.mT, q)
-        d_v = _add_product_(A.mT @ d_out, write, d_states)
-        d_log_decay = None
-        if log_decay is not None:
-            final = (d_S * S).sum((1, 2)) + (d_z * z).sum(1)
-            d_log_decay = _decay_gradient(q, d_q, k, d_k, final, episode)
-        return d_q, d_k, d_v, d_first, d_first_sum, d_log_decay, None, None, None
+def _gradients(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor) -> tuple:
+    q, k, v, A, states, sums, S, z, out, norm, episode, *factors = ctx.saved_tensors
+    factors = Factors(*factors)
+    read, write = _scale(q, factors.read), _scale(k, factors.write)
+
+    d_norm = None
+    if norm is not None:
+        d_out = d_out / norm
+        d_norm = -(d_out * out).sum(-1, keepdim=True)
+    d_A = d_out @ v.mT
+    if d_norm is not None:
+        d_A += d_norm
+    d_A = _mask_(d_A, factors.inside)
+
+    # Backward in time: what all later chunks want of the state after each chunk.
+    d_states, d_first = _scan_(read.mT @ d_out, d_S, factors.carry, reverse=True)
+    d_read = d_out @ states.mT
+    d_write = v @ d_states.mT
+    if d_norm is None:
+        d_sums, d_first_sum = _scan_(torch.zeros_like(sums), d_z, factors.carry, reverse=True)
+    else:
+        d_sums = (read.mT @ d_norm).squeeze(-1)
+        d_sums, d_first_sum = _scan_(d_sums, d_z, factors.carry, reverse=True)
+        d_read.addcmul_(d_norm, sums.unsqueeze(2))
+    d_write += d_sums.unsqueeze(2)
+    d_q = _add_product_(_scale(d_read, factors.read), d_A, k)
+    d_k = _add_product_(_scale(d_write, factors.write), d_A.mT, q)
+    d_v = _add_product_(A.mT @ d_out, write, d_states)
+    d_log_decay = None
+    if ctx.has_decay:
+        final = (d_S * S).sum((1, 2)) + (d_z * z).sum(1)
+        d_log_decay = _decay_gradient(q, d_q, k, d_k, final, episode)
+    return d_q, d_k, d_v, d_first, d_first_sum, d_log_decay, None, None, None
 
 
 def _factors(log_decay: Tensor | None, episode: Tensor | None, q: Tensor) -> Factors:
@@ -117,7 +124,7 @@ def _factors(log_decay: Tensor | None, episode: Tensor | None, q: Tensor) -> Fac
         return Factors(*(x.to(q.dtype) for x in factors))
     G = log_decay.cumsum(-1)
     # Masked before the exponential: above the diagonal it would overflow.
-    inside = torch.where(mask, G[..., :, None] - G[..., None, :], -torch.inf).exp()
+    inside = (G[..., :, None] - G[..., None, :]).masked_fill_(~mask, -torch.inf).exp_()
     read, write, carry = G.exp(), (G[..., -1:] - G).exp(), G[..., -1].exp()
     if episode is not None:
         read, write, carry = read * reads, write * writes, carry * carries

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from rlmodules.kernels.chunkwise import ChunkwiseAttention
 
-CHUNK_SIZE = 64
+CHUNK_SIZE = 32
 # Floats of a tensor that are worked on at a time on CPUs. Larger ones come from the system afresh
 # at each use instead of from the allocator, page by page: a third slower at 8,192 steps.
 TILE_SIZE = 2**22
@@ -122,12 +122,14 @@ def _chunkwise(q, k, v, S, z, log_decay, resets, normalize, eps, chunk_size):
     if rows >= B * H:
         out, S, z = ChunkwiseAttention.apply(*tensors, normalize, eps)
     else:
-        tiles = [
-            ChunkwiseAttention.apply(
-                *(None if x is None else x[i : i + rows] for x in tensors), normalize, eps
-            )
-            for i in range(0, B * H, rows)
-        ]
-        out, S, z = (torch.cat(parts) for parts in zip(*tiles, strict=True))
-    out = out.view(B, H, N * C, -1)[:, :, :T]
+        num_tiles = -(-B * H // rows)
+        # `split`, not slices: the backward pass of a slice fills a tensor of the whole's size.
+        tiles = zip(
+            *([None] * num_tiles if x is None else x.split(rows) for x in tensors), strict=True
+        )
+        results = [ChunkwiseAttention.apply(*tile, normalize, eps) for tile in tiles]
+        out, S, z = (torch.cat(parts) for parts in zip(*results, strict=True))
+    out = out.view(B, H, N * C, -1)
+    if padding:
+        out = out[:, :, :T]
     return out, (S.unflatten(0, (B, H)), z.unflatten(0, (B, H)))

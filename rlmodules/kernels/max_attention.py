@@ -1,5 +1,7 @@
 """POPGym's `"max"` aggregator: attention over a running maximum, in bounded memory."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -56,7 +58,7 @@ def max_attention(
         outputs = []
         for start in range(0, T, chunk_size):
             chunk = slice(start, start + chunk_size)
-            arguments = (
+            arguments: tuple[Any, ...] = (
                 *(x[:, :, chunk] for x in (q, k, v)),
                 S,
                 valid[:, chunk],

@@ -1,6 +1,7 @@
 """Linear attention as a memory: pre-norm residual blocks around a recurrent matrix state."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -261,7 +262,7 @@ class LinearAttention(DeepLinearAttention):
         super().__init__(input_dim, d_model, num_layers=1, **options)
 
 
-def stack_initial_states(blocks: nn.ModuleList, counts_steps: bool) -> State:
+def stack_initial_states(blocks: Iterable[Any], counts_steps: bool) -> State:
     """The blocks' initial states stacked over the layers, so that a state has few tensors."""
     states = [block.initial_state() for block in blocks]
     state = {key: torch.stack([s[key] for s in states]) for key in states[0]}

@@ -138,7 +138,7 @@ def assert_close(actual, expected):
 def test_one_graph_a_direction(graphs):
     """For all batch sizes, blocks, memories and modules; one more for passes without gradient."""
     eager, first = build(compile=False), build()
-    for num_rows in (7, 3, 1, 2, 64):
+    for num_rows in (T, 3, 1, 2, 64):
         assert_close(run(first, num_rows), run(eager, num_rows))
     second = build(num_layers=3, vf_share_layers=False)
     for num_rows in (5, 1, 33):
@@ -151,6 +151,14 @@ def test_options(name, traces):
     eager, compiled = build(**OPTIONS[name], compile=False), build(**OPTIONS[name])
     for num_rows in (3, 1, 8):
         assert_close(run(compiled, num_rows), run(eager, num_rows))
+    assert traces == {FORWARD: 1, NO_GRAD: 1}
+
+
+def test_autocast(traces):
+    eager, compiled = build(compile=False), build()
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = run(compiled, 4), run(eager, 4)
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
     assert traces == {FORWARD: 1, NO_GRAD: 1}
 
 

@@ -1,0 +1,199 @@
+"""The linear-attention kernel, forward and backward in float32, against its peers.
+
+    python -m benchmarks kernels [--json FILE] [--device cuda] [--only 8x4x1024x64]
+
+Peers: `popgym`, POPGym's own block; `lstm`, torch's LSTM of width H * K; `sdpa`, torch's causal
+softmax attention; `matmul`, the kernel's own arithmetic at the speed of a 2048 x 2048 matrix
+product; `self`, eight times the time that an eighth of the length takes; on CUDA also `fla`,
+flash-linear-attention's chunk kernel.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.harness import (
+    Record,
+    alternate,
+    check_close,
+    machine_info,
+    record,
+    timed,
+)
+from benchmarks.kernel_peers import (
+    CHUNK_SIZE,
+    PEERS,
+    SAME_FUNCTION,
+    Case,
+    Inputs,
+    has_fla,
+    multiply_adds,
+    ours,
+)
+from benchmarks.memory import peak_memory
+from rlmodules.kernels import linear_attention, linear_attention_reference
+
+MATMUL_SIZE = 2048
+
+# Case, peer, metric, and the ratio to reach on two CPU cores.
+COMPARISONS: list[tuple[str, str, str, float | None]] = [
+    ("16x1x1024x15", "popgym", "time", 5),
+    ("16x4x1024x32", "popgym", "time", 40),
+    ("8x4x1024x64", "popgym", "time", 80),
+    ("8x4x1024x64", "popgym", "memory", 30),
+    ("8x4x1024x64", "lstm", "time", 10),
+    ("8x4x1024x64", "sdpa", "time", 2.5),
+    ("4x4x4096x64", "sdpa", "time", 6),
+    ("8x4x1024x64", "matmul", "time", 1 / 3.5),
+    ("8x4x1024x64-decay", "lstm", "time", None),
+    ("8x4x1024x64-decay", "matmul", "time", None),
+]
+FLA_CASES = ("16x4x1024x32", "8x4x1024x64", "4x4x4096x64")
+# Case, length, longer length: time must grow in proportion. The target allows for 9/8 of it.
+SCALING = (Case(8, 4, 1024, 64), 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument(
+        "--only", metavar="TEXT", help='only comparisons "CASE PEER METRIC" with it'
+    )
+
+
+def run(args: argparse.Namespace) -> list[Record]:
+    """Checks the kernel, then measures it.
+
+    Raises:
+        CorrectnessError: If the kernel or a peer that computes the same is wrong.
+    """
+    check_kernel(args.device)
+    comparisons = list(COMPARISONS)
+    if args.device == "cuda":
+        # The targets are for CPUs.
+        comparisons = [(case, peer, metric, None) for case, peer, metric, _ in comparisons]
+        if has_fla():
+            comparisons += [(case, "fla", "time", None) for case in FLA_CASES]
+    only = args.only or ""
+    min_runs = args.runs or 5
+    records = [
+        compare(Case.parse(case), peer, metric, args.device, min_runs=min_runs, target=target)
+        for case, peer, metric, target in comparisons
+        if only in f"{case} {peer} {metric}"
+    ]
+    if only in "8x4xTx64 self time":
+        target = None if args.device == "cuda" else 8 / 9
+        records.append(compare_lengths(*SCALING, args.device, min_runs=min_runs, target=target))
+    return records
+
+
+def check_kernel(device: str) -> None:
+    """Compares the kernel with the reference loop, in float64, with and without decay.
+
+    Raises:
+        CorrectnessError: If they differ.
+    """
+    for case in (Case(2, 2, 150, 5), Case(2, 2, 150, 5, decay=True)):
+        inputs = Inputs(case, device, torch.float64)
+        results = []
+        for kernel in (linear_attention, linear_attention_reference):
+            q, k, v = leaves = inputs.leaves(lambda x: x)
+            state = q.new_ones(2, 2, 5, 5), q.new_ones(2, 2, 5)
+            out, (S, z) = kernel(q, k, v, state, log_decay=inputs.log_decay)
+            grads = torch.autograd.grad((out * inputs.grad).sum() + S.sum() + z.sum(), leaves)
+            results.append([out, S, z, *grads])
+        for fast, slow in zip(*results, strict=True):
+            check_close(fast, slow, 1e-9, f"kernel against reference loop, {case}")
+
+
+def compare(
+    case: Case,
+    peer: str,
+    metric: str,
+    device: str = "cpu",
+    *,
+    min_runs: int = 5,
+    seconds: float = 8.0,
+    target: float | None = None,
+) -> Record:
+    """Measures one peer on one case.
+
+    Raises:
+        CorrectnessError: If the peer should compute the same but does not.
+    """
+    inputs = Inputs(case, device)
+    facts = {
+        "benchmark": "kernels",
+        "case": str(case),
+        "peer": peer,
+        "metric": metric,
+        "target": target,
+        "machine": machine_info(device),
+        "chunk_size": CHUNK_SIZE,
+    }
+    our_pass = ours(inputs)
+    if peer == "matmul":
+        times = alternate(
+            {"ours": timed(our_pass, device), "theirs": _ideal(case, device)},
+            min_runs=min_runs,
+            seconds=seconds,
+        )
+        return record(ours=times["ours"], theirs=times["theirs"], unit="s", **facts)
+    their_pass = PEERS[peer](inputs)
+    if peer in SAME_FUNCTION:
+        # fla multiplies in TF32.
+        tolerance = 1e-2 if peer == "fla" else 1e-3
+        for our_result, their_result in zip(our_pass(), their_pass(), strict=True):
+            check_close(our_result, their_result, tolerance, f"{peer} on {case}")
+    if metric == "memory":
+        pair = ([peak_memory(function, device)] for function in (our_pass, their_pass))
+        return record(ours=next(pair), theirs=next(pair), unit="bytes", **facts)
+    times = alternate(
+        {"ours": timed(our_pass, device), "theirs": timed(their_pass, device)},
+        min_runs=min_runs,
+        seconds=seconds,
+    )
+    return record(ours=times["ours"], theirs=times["theirs"], unit="s", **facts)
+
+
+def compare_lengths(
+    case: Case,
+    factor: int,
+    device: str = "cpu",
+    *,
+    min_runs: int = 5,
+    seconds: float = 8.0,
+    target: float | None = None,
+) -> Record:
+    """Measures sequences `factor` times as long against `factor` times the time of short ones."""
+    long = Case(case.B, case.H, case.T * factor, case.K)
+    short_run = timed(ours(Inputs(case, device)), device)
+    times = alternate(
+        {
+            "ours": timed(ours(Inputs(long, device)), device),
+            "theirs": lambda: factor * short_run(),
+        },
+        min_runs=min_runs,
+        seconds=seconds,
+    )
+    return record(
+        benchmark="kernels",
+        case=f"{case.B}x{case.H}xTx{case.K}",
+        peer="self",
+        metric="time",
+        ours=times["ours"],
+        theirs=times["theirs"],
+        unit="s",
+        target=target,
+        machine=machine_info(device),
+        chunk_size=CHUNK_SIZE,
+        lengths=[case.T, long.T],
+    )
+
+
+def _ideal(case: Case, device: str) -> Callable[[], float]:
+    """Seconds of the kernel's multiply-adds at the speed of a large matrix product now."""
+    matrix = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device)
+    run = timed(lambda: matrix @ matrix, device)
+    share = multiply_adds(case) / MATMUL_SIZE**3
+    return lambda: share * run()
