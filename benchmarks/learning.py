@@ -138,7 +138,7 @@ def _band(runs: list[Curve], axis: str) -> tuple[list[float], list[float], list[
 
 
 def _train(memory: str, *, env: str, max_steps: int, seed: int, lr: float | None = None) -> Curve:
-    # The example's own default: not compiled, a run is too short for it to pay on CPUs.
+    # As in the example, where a run ends before "auto" compiles; here one process has many runs.
     model = {"compile": False} if memory == "deep" else {}
     changes = {} if lr is None else {"lr": lr}
     config = build_config(env, memory, seed=seed, hyperparameters=changes, model=model)

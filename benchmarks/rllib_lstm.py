@@ -121,7 +121,7 @@ def config_of_size(rig: Rig) -> DeepLinearAttentionConfig:
         DeepLinearAttentionConfig(
             max_seq_len=MAX_SEQ_LEN,
             d_model=width,
-            head_dim=width // 4,
+            head_dim=width // 8 * 2,  # even, for rotary positions
             feedforward_dim=2 * width,
             fcnet_hiddens=[width],
         )

@@ -58,6 +58,7 @@ RL_VARIANTS = (
     "decay, conv",
     "decay, conv, sine",
     "decay, conv, rms",
+    "decay, conv, rms, rotary",
     "decay, identity conv, sine",
     "decay, identity conv, rms, rotary",
 )
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--part", choices=("recall", "rl", "both"), default="both")
     parser.add_argument("--seeds", type=int, default=2, help="seeds a variant (default: 2)")
-    parser.add_argument("--max-steps", type=int, default=150_000, help="environment steps a run")
+    parser.add_argument("--max-steps", type=int, default=100_000, help="environment steps a run")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these, in both parts")
 
 

@@ -42,8 +42,22 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     your builder, in the order you want, and `connect` leaves that order alone:
 
     ```python
-    config.env_runners(
-        env_to_module_connector=lambda env, spaces, device: [BuildModuleBatch(), MyPiece()]
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.connectors.connector_v2 import ConnectorV2
+
+    from connectors import BuildModuleBatch
+
+
+    class CountRows(ConnectorV2):
+        rows = 0
+
+        def __call__(self, *, batch, **kwargs):
+            self.rows += len(batch["obs"])
+            return batch
+
+
+    config = PPOConfig().env_runners(
+        env_to_module_connector=lambda env, spaces, device: [BuildModuleBatch(), CountRows()]
     )
     ```
 

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import time
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 logger = logging.getLogger("rllib_memory")
 
 Compile = Literal["auto"] | bool
+
+# Seconds of training on a CPU after which "auto" compiles. Compiling takes a minute or two there,
+# which a run that soon ends would never get back, while a long run loses little by the wait.
+CPU_DELAY = 300.0
 
 
 class _Kind:
@@ -50,13 +55,16 @@ def compile_blocks(blocks: list[nn.Module], mode: Compile, device: torch.device)
 
     Args:
         blocks: What to compile. Modules of one class with tensors of one shape share a graph.
-        mode: True, False, or "auto": compile where a toolchain for the device exists.
+        mode: True, False, or "auto": compile where a toolchain for the device exists; on CPUs once
+            this process has called for `CPU_DELAY` seconds, so that short runs do not pay for it.
         device: Where the modules run.
 
     Returns:
         Whether the modules are compiled now.
     """
-    if not mode or not blocks or (mode == "auto" and not _has_toolchain(device.type)):
+    if not mode or not blocks:
+        return False
+    if mode == "auto" and not (_has_toolchain(device.type) and _runs_long(device.type)):
         return False
     for block in blocks:
         if block not in _compiled:
@@ -97,6 +105,15 @@ def _mark_batch_dynamic(args: Iterable[Any]) -> None:
 
 def _is_compile_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def _runs_long(device_type: str) -> bool:
+    return device_type != "cpu" or time.monotonic() - _first_call() >= CPU_DELAY
+
+
+@functools.cache
+def _first_call() -> float:
+    return time.monotonic()
 
 
 @functools.cache

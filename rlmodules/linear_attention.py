@@ -31,8 +31,9 @@ class LinearAttentionConfig(MemoryConfig):
     feedforward_dim: int = 128
     """Hidden width of the blocks' feed-forward parts."""
 
-    positions: Positions = "none"
-    """How the memory knows what time it is: "none", "rotary", or an encoding of POPGym's."""
+    positions: Positions = "rotary"
+    """How the memory knows what time it is: "none", "rotary" (not with POPGym's block), or one of
+    POPGym's encodings."""
 
     position_horizon: int = 1024
     """Steps that the encodings of POPGym's are laid out for, best the longest episode's. They work
@@ -47,7 +48,7 @@ class LinearAttentionConfig(MemoryConfig):
     decay: bool = True
     """Whether heads forget, at a rate they learn."""
 
-    normalizer: Normalizer = "sum"
+    normalizer: Normalizer = "rms"
     """"sum": divide by the keys' sum as the paper does. "rms": normalise each head's output."""
 
     hidden_size: int = 256

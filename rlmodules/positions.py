@@ -107,35 +107,42 @@ class PositionalEncoding(nn.Module):
         return x + F.pad(encoding, (0, self._rest))
 
 
-def rotate(x: Tensor, t: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary positions: turns each pair of features by an angle proportional to the step.
-
-    Feature i is paired with feature i + K/2 and turned by t base^(-2i/K). The inner product of a
-    rotated query and a rotated key depends on their steps' difference only.
+def rotation(
+    t: Tensor, width: int, base: float = 10_000.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The angles of rotary positions, for `rotate`. All layers of a model can share them.
 
     Args:
-        x: Queries or keys `(B, H, T, K)`, K even.
         t: Steps since the episode began `(B, T)`, int64.
-        base: The slowest pair turns once in about 2 pi base steps.
+        width: Features K of what will be rotated, even.
+        base: The slowest pair of features turns once in about 2 pi base steps.
+        dtype: Of the result.
+
+    Returns:
+        Cosines, then sines, of `t base^(-2i/K)`: `(B, T, K)`.
+    """
+    angles = _angles(t, _frequencies(width, base, t.device), dtype)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary positions: turns each pair of features by an angle proportional to the step.
+
+    Feature i is paired with feature i + K/2. The inner product of a rotated query and a rotated key
+    depends on their steps' difference only.
+
+    Args:
+        x: Queries or keys `(..., B, H, T, K)`.
+        rotation: What `rotation` returns for their steps, `(B, T, K)`.
 
     Returns:
         Rotated `x`, same shape and dtype.
-
-    Raises:
-        ValueError: If K is odd.
 
     References:
         Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4.2.
         Differs: pairs halves of the features instead of neighbours.
     """
-    width = x.shape[-1]
-    if width % 2:
-        raise ValueError(
-            f"`key_dim` is {width}, but rotary positions turn pairs of features. Make it even."
-        )
-    frequencies = _frequencies(width, base, t.device)
-    angles = _angles(t, frequencies, torch.promote_types(x.dtype, torch.float32)).unsqueeze(1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = rotation.unsqueeze(-3).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     rotated = [first * cos - second * sin, first * sin + second * cos]
     return torch.cat(rotated, dim=-1).to(x.dtype)

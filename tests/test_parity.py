@@ -168,7 +168,7 @@ def test_modules_on_both_paths(model_config, connected):
         pytest.param(popgym(LinearAttentionConfig), id="popgym"),
         pytest.param(popgym(LinearAttentionConfig, S_aggregator="max"), id="popgym max"),
         pytest.param(deep(positions="sine"), id="sine"),
-        pytest.param(deep(positions="rotary", normalizer="rms"), id="rotary"),
+        pytest.param(deep(positions="none", normalizer="sum"), id="sum"),
     ],
 )
 def test_modules(model_config):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from rlmodules.compilation import call_block
 from rlmodules.kernels import linear_attention, short_convolution
 from rlmodules.memories.memory import Memory, State, count_steps, mask_padding
-from rlmodules.positions import POSITIONS, PositionalEncoding, rotate
+from rlmodules.positions import POSITIONS, PositionalEncoding, rotate, rotation
 
 ShortConvActivation = Literal["silu", "linear"]
 Normalizer = Literal["sum", "rms"]
@@ -39,8 +39,6 @@ class LinearAttentionBlock(nn.Module):
             heads' rates are spread from short to long memories.
         normalizer: "sum" divides by the decayed sum of the keys' products with the query, as the
             paper does; "rms" leaves the sum out and normalises each head's output.
-        rotary: Whether queries and keys are rotated by the step count. Needs "rms": a rotated
-            product may be negative.
     """
 
     def __init__(
@@ -53,8 +51,7 @@ class LinearAttentionBlock(nn.Module):
         short_conv_size: int = 4,
         short_conv_activation: ShortConvActivation = "silu",
         decay: bool = True,
-        normalizer: Normalizer = "sum",
-        rotary: bool = False,
+        normalizer: Normalizer = "rms",
     ):
         super().__init__()
         self.num_heads = num_heads
@@ -62,7 +59,6 @@ class LinearAttentionBlock(nn.Module):
         self.short_conv_size = short_conv_size
         self.short_conv_activation = short_conv_activation
         self.normalizer = normalizer
-        self.rotary = rotary
         width = num_heads * head_dim
         self.attention_norm = nn.LayerNorm(d_model)
         self.qkv = nn.Linear(d_model, 3 * width, bias=False)
@@ -103,11 +99,11 @@ class LinearAttentionBlock(nn.Module):
         self,
         x: Tensor,
         state: State,
-        t: Tensor | None,
+        turn: Tensor | None,
         valid: Tensor | None,
         resets: Tensor | None,
     ) -> tuple[Tensor, State]:
-        """Runs the block; arguments as in `Memory.forward`, and `t (B, T)` where it is rotary."""
+        """Runs the block as `Memory.forward`; `turn (B, T, K)` rotates queries and keys."""
         h = self.attention_norm(x)
         qkv = self.qkv(h)
         new_state = {}
@@ -117,18 +113,19 @@ class LinearAttentionBlock(nn.Module):
             )
             if self.short_conv_activation == "silu":
                 qkv = F.silu(qkv)
-        q, k, v = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads).unbind(0)
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        if self.rotary and t is not None:
-            q, k = rotate(q, t), rotate(k, t)
+        qkv = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads)
+        v = qkv[2]
+        qk = F.elu(qkv[:2]) + 1
+        if turn is not None:
+            qk = rotate(qk, turn)
         log_decay = None
         if self.decay is not None:
             log_decay = F.logsigmoid(self.decay(h).to(state["S"].dtype)).transpose(1, 2)
         S = state["S"]
         normalize = self.normalizer == "sum"
         out, (new_state["S"], z) = linear_attention(
-            q,
-            k,
+            qk[0],
+            qk[1],
             v,
             (S, state["z"] if normalize else torch.zeros_like(S[..., 0])),
             log_decay=log_decay,
@@ -196,15 +193,15 @@ class DeepLinearAttention(Memory):
         head_dim: int = 16,
         feedforward_dim: int = 128,
         *,
-        positions: Positions = "none",
+        positions: Positions = "rotary",
         position_horizon: int = 1024,
         short_conv_size: int = 4,
         short_conv_activation: ShortConvActivation = "silu",
         decay: bool = True,
-        normalizer: Normalizer = "sum",
+        normalizer: Normalizer = "rms",
     ):
         super().__init__()
-        _check(positions, short_conv_size, normalizer)
+        _check(positions, short_conv_size, normalizer, head_dim)
         self.input_dim = input_dim
         self.output_dim = d_model
         self.project = nn.Linear(input_dim, d_model)
@@ -212,6 +209,7 @@ class DeepLinearAttention(Memory):
         if positions in POSITIONS:
             self.positions = PositionalEncoding(positions, d_model, position_horizon)
         self.counts_steps = positions != "none"
+        self.head_dim = head_dim
         self.blocks = nn.ModuleList(
             LinearAttentionBlock(
                 d_model,
@@ -222,7 +220,6 @@ class DeepLinearAttention(Memory):
                 short_conv_activation=short_conv_activation,
                 decay=decay,
                 normalizer=normalizer,
-                rotary=positions == "rotary",
             )
             for _ in range(num_layers)
         )
@@ -246,12 +243,15 @@ class DeepLinearAttention(Memory):
     ) -> tuple[Tensor, State]:
         """Runs the stack, see `Memory.forward`."""
         x = self.project(mask_padding(x, valid))
-        t, new_state = None, {}
+        turn, new_state = None, {}
         if self.counts_steps:
             t, new_state["t"] = count_steps(state["t"], x.shape[1], valid, resets)
-        if self.positions is not None and t is not None:
-            x = self.positions(x, t)
-        x, block_states = run_blocks(self.blocks, x, state, t, valid, resets)
+            if self.positions is not None:
+                x = self.positions(x, t)
+            else:
+                dtype = torch.promote_types(x.dtype, torch.float32)
+                turn = rotation(t, self.head_dim, dtype=dtype)
+        x, block_states = run_blocks(self.blocks, x, state, turn, valid, resets)
         return self.norm(x), new_state | block_states
 
 
@@ -275,7 +275,7 @@ def run_blocks(
     blocks: nn.ModuleList,
     x: Tensor,
     state: State,
-    t: Tensor | None,
+    turn: Tensor | None,
     valid: Tensor | None,
     resets: Tensor | None,
 ) -> tuple[Tensor, State]:
@@ -284,12 +284,12 @@ def run_blocks(
     new_states = []
     for i, block in enumerate(blocks):
         layer_state = {key: values[i] for key, values in layers.items()}
-        x, new_state = call_block(block, x, layer_state, t, valid, resets)
+        x, new_state = call_block(block, x, layer_state, turn, valid, resets)
         new_states.append(new_state)
     return x, {key: torch.stack([s[key] for s in new_states], 1) for key in layers}
 
 
-def _check(positions, short_conv_size, normalizer):
+def _check(positions, short_conv_size, normalizer, head_dim):
     if positions == "rotary" and normalizer != "rms":
         raise ValueError(
             f'`positions` = "rotary" with `normalizer` = "{normalizer}": rotated products may be '
@@ -298,6 +298,11 @@ def _check(positions, short_conv_size, normalizer):
     if positions not in ("none", "rotary", *POSITIONS):
         raise ValueError(
             f'`positions` = "{positions}" is none of: none, rotary, {", ".join(POSITIONS)}.'
+        )
+    if positions == "rotary" and head_dim % 2:
+        raise ValueError(
+            f"`head_dim` = {head_dim} must be even with rotary positions, which turn pairs of "
+            "features. Make it even or set other positions."
         )
     if short_conv_size < 0 or short_conv_size == 1:
         raise ValueError(

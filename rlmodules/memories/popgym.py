@@ -49,11 +49,11 @@ class POPGymBlock(nn.Module):
         self,
         x: Tensor,
         state: State,
-        t: Tensor | None,
+        turn: None,
         valid: Tensor | None,
         resets: Tensor | None,
     ) -> tuple[Tensor, State]:
-        """Runs the block; arguments as in `Memory.forward`. `t` is not used."""
+        """Runs the block; arguments as in `Memory.forward`. It knows no rotation."""
         x = self.norm(x)
         k = F.elu(self.key(x))[:, None] + 1
         q = F.elu(self.query(x))[:, None] + 1

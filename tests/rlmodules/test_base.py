@@ -31,7 +31,7 @@ SMALL = {
     "fcnet_hiddens": [8],
     "d_model": 8,
     "num_heads": 2,
-    "head_dim": 3,
+    "head_dim": 4,
     "feedforward_dim": 8,
     "compile": False,
 }
@@ -107,7 +107,12 @@ def assert_trees_equal(actual, expected):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"positions": "sine"}, {"vf_share_layers": False}, {"block": "popgym", "num_layers": 3}],
+    [
+        {},
+        {"positions": "sine"},
+        {"vf_share_layers": False},
+        {"block": "popgym", "positions": "none", "num_layers": 3},
+    ],
     ids=str,
 )
 def test_states(settings):

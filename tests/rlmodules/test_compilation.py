@@ -35,11 +35,12 @@ SMALL = {
     "compile": True,
 }
 OPTIONS = {
-    "rotary": {"positions": "rotary", "normalizer": "rms"},
+    "sum": {"positions": "none", "normalizer": "sum"},
     "sine": {"positions": "sine"},
-    "popgym": {"block": "popgym", "hidden_size": 25, "num_layers": 1},
+    "popgym": {"block": "popgym", "hidden_size": 25, "num_layers": 1, "positions": "sine"},
     "popgym max": {
         "block": "popgym",
+        "positions": "none",
         "hidden_size": 25,
         "num_layers": 1,
         "S_aggregator": "max",
@@ -55,6 +56,12 @@ def forget_graphs():
     compilation._kinds.clear()
     compilation._compiled.clear()
     compilation._has_toolchain.cache_clear()
+    compilation._first_call.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_delay(monkeypatch):
+    monkeypatch.setattr(compilation, "CPU_DELAY", 0.0)
 
 
 @pytest.fixture
@@ -214,6 +221,13 @@ def test_target_networks_are_compiled(traces):
     assert all(block in compilation._compiled for block in module.target_core.memory.blocks)
     # One more without gradient, for weights that need none: PyTorch's guards know the difference.
     assert traces == {FORWARD: 1, NO_GRAD: 2}
+
+
+def test_auto_leaves_short_runs_alone(monkeypatch, traces):
+    blocks = list(build().core.memory.blocks)
+    for delay, compiled in ((1000.0, False), (0.0, True)):
+        monkeypatch.setattr(compilation, "CPU_DELAY", delay)
+        assert compilation.compile_blocks(blocks, "auto", torch.device("cpu")) == compiled
 
 
 def test_no_compiler(monkeypatch, caplog, traces):

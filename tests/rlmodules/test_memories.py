@@ -8,19 +8,16 @@ from rlmodules.memories import DeepLinearAttention, LinearAttention, POPGymLinea
 from rlmodules.positions import POSITIONS
 from tests.contracts import D, MemoryContract, initial, inputs
 
-SMALL = {"d_model": 8, "num_heads": 2, "head_dim": 3, "feedforward_dim": 7}
+SMALL = {"d_model": 8, "num_heads": 2, "head_dim": 4, "feedforward_dim": 7}
+SUM = {**SMALL, "head_dim": 3, "normalizer": "sum", "positions": "none"}
 
 MEMORIES = {
     "linear": lambda: LinearAttention(D, **SMALL),
     "deep": lambda: DeepLinearAttention(D, **SMALL),
-    "deep-plain": lambda: DeepLinearAttention(D, **SMALL, short_conv_size=0, decay=False),
-    "deep-sine": lambda: DeepLinearAttention(D, **SMALL, positions="sine", position_horizon=50),
-    "deep-rotary": lambda: DeepLinearAttention(
-        D,
-        **SMALL | {"head_dim": 4},
-        positions="rotary",
-        normalizer="rms",
-        short_conv_activation="linear",
+    "deep-sum": lambda: DeepLinearAttention(D, **SUM),
+    "deep-plain": lambda: DeepLinearAttention(D, **SUM, short_conv_size=0, decay=False),
+    "deep-sine": lambda: DeepLinearAttention(
+        D, **SUM | {"positions": "sine"}, position_horizon=50, short_conv_activation="linear"
     ),
     "popgym": lambda: POPGymLinearAttention(D, 25),
     "popgym-deep": lambda: POPGymLinearAttention(D, 50, 3, positions="none"),
@@ -53,14 +50,18 @@ def test_pickles_and_copies_compute_the_same():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"positions": "rotary"}, 'Set `normalizer="rms"`'),
+        ({"positions": "rotary", "normalizer": "sum"}, 'Set `normalizer="rms"`'),
+        (
+            {"positions": "rotary", "normalizer": "rms", "head_dim": 3},
+            "`head_dim` = 3 must be even",
+        ),
         ({"positions": "sinus"}, "is none of: none, rotary"),
         ({"short_conv_size": 1}, "`short_conv_size` = 1 must be 0"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
-        DeepLinearAttention(D, **SMALL, **options)
+        DeepLinearAttention(D, **SMALL | options)
 
 
 def test_popgym_needs_a_state():
