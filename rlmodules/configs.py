@@ -58,7 +58,7 @@ class MemoryConfig:
 
     compile: Compile = "auto"
     """Whether training runs a compiled memory: True, False, or "auto": where a compiler exists, on
-    CPUs only after five minutes of training, since compiling takes a minute or two."""
+    CPUs only after five minutes of training, since compiling takes half a minute to two."""
 
     def __post_init__(self) -> None:
         max_seq_len: Any = self.max_seq_len
