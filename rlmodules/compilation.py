@@ -18,8 +18,8 @@ logger = logging.getLogger("rllib_memory")
 
 Compile = Literal["auto"] | bool
 
-# Seconds of training on a CPU after which "auto" compiles. Compiling takes half a minute to two there,
-# which a run that soon ends would never get back, while a long run loses little by the wait.
+# Seconds of training on a CPU after which "auto" compiles. Compiling takes half a minute to two
+# there, which a run that soon ends would never get back; a long run loses little by the wait.
 CPU_DELAY = 300.0
 
 
