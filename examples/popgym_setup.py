@@ -81,6 +81,8 @@ def start_ray(num_cpus: int | None = None) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+    # Ray forgets what was registered before when it is shut down.
+    register_env(RLLIB_ENV, make_env)
     for name in ("ray", "ray.rllib", "ray.tune"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
