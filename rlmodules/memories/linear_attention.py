@@ -1,16 +1,15 @@
 """Linear attention as a memory: pre-norm residual blocks around a recurrent matrix state."""
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rlmodules.compilation import call_block
 from rlmodules.kernels import linear_attention, short_convolution
 from rlmodules.memories.memory import Memory, State, count_steps, mask_padding
+from rlmodules.memories.stack import run_blocks, stack_initial_states
 from rlmodules.positions import POSITIONS, PositionalEncoding, rotate, rotation
 
 ShortConvActivation = Literal["silu", "linear"]
@@ -260,33 +259,6 @@ class LinearAttention(DeepLinearAttention):
 
     def __init__(self, input_dim: int, d_model: int = 64, **options):
         super().__init__(input_dim, d_model, num_layers=1, **options)
-
-
-def stack_initial_states(blocks: Iterable[Any], counts_steps: bool) -> State:
-    """The blocks' initial states stacked over the layers, so that a state has few tensors."""
-    states = [block.initial_state() for block in blocks]
-    state = {key: torch.stack([s[key] for s in states]) for key in states[0]}
-    if counts_steps:
-        state["t"] = torch.zeros((), dtype=torch.int64)
-    return state
-
-
-def run_blocks(
-    blocks: nn.ModuleList,
-    x: Tensor,
-    state: State,
-    turn: Tensor | None,
-    valid: Tensor | None,
-    resets: Tensor | None,
-) -> tuple[Tensor, State]:
-    """Runs blocks one after the other on their layers of a stacked state `(B, L, ...)`."""
-    layers = {key: value.unbind(1) for key, value in state.items() if key != "t"}
-    new_states = []
-    for i, block in enumerate(blocks):
-        layer_state = {key: values[i] for key, values in layers.items()}
-        x, new_state = call_block(block, x, layer_state, turn, valid, resets)
-        new_states.append(new_state)
-    return x, {key: torch.stack([s[key] for s in new_states], 1) for key in layers}
 
 
 def _check(positions, short_conv_size, normalizer, head_dim):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlmodules.kernels import NEUTRAL_MAX, linear_attention, max_attention
-from rlmodules.memories.linear_attention import run_blocks, stack_initial_states
 from rlmodules.memories.memory import Memory, State, count_steps, mask_padding
+from rlmodules.memories.stack import run_blocks, stack_initial_states
 from rlmodules.positions import PositionalEncoding
 
 Aggregator = Literal["sum", "max"]
@@ -110,6 +110,12 @@ class POPGymLinearAttention(Memory):
         z_aggregator: Aggregator = "sum",
     ):
         super().__init__()
+        if positions == "rotary":
+            raise ValueError(
+                '`positions` = "rotary" is not for `block` = "popgym". Set one of POPGym\'s '
+                'encodings or "none", or build the config with `.popgym()`, which sets what POPGym '
+                "does."
+            )
         h = round(math.sqrt(hidden_size // num_layers) - 1)
         if h < 1:
             raise ValueError(

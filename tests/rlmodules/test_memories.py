@@ -67,3 +67,8 @@ def test_bad_options(options, message):
 def test_popgym_needs_a_state():
     with pytest.raises(ValueError, match="`hidden_size` = 4 leaves no state for 4 layers"):
         POPGymLinearAttention(D, 4, num_layers=4)
+
+
+def test_popgym_knows_no_rotation():
+    with pytest.raises(ValueError, match=r"build the config with `\.popgym"):
+        POPGymLinearAttention(D, 25, positions="rotary")
