@@ -112,7 +112,8 @@ class LinearAttentionBlock(nn.Module):
             )
             if self.short_conv_activation == "silu":
                 qkv = F.silu(qkv)
-        qkv = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads)
+        # One copy here; what follows is several times slower on permuted strides.
+        qkv = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads).contiguous()
         v = qkv[2]
         qk = F.elu(qkv[:2]) + 1
         if turn is not None:
