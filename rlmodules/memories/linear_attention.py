@@ -145,9 +145,9 @@ class DeepLinearAttention(Memory):
     """A stack of linear-attention blocks.
 
     `O(T)` in the sequence length and, at a step, independent of the episode's length. The state
-    holds `L H K (K + 1)` floats, with a convolution another `3 L H K (W - 1)`, and a step counter
-    where the positions need one. Keys: `S (L, H, K, K)`, `z (L, H, K)`, `conv (L, W - 1, 3 H K)`,
-    `t ()` int64.
+    holds `L H K K` floats, with the sum normaliser another `L H K`, with a convolution another
+    `3 L H K (W - 1)`, and a step counter where the positions need one. Keys: `S (L, H, K, K)`,
+    `z (L, H, K)`, `conv (L, W - 1, 3 H K)`, `t ()` int64.
 
     Args:
         input_dim: Features of the input.
