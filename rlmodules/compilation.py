@@ -1,4 +1,4 @@
-"""`torch.compile` for memories: in place, one graph for all equal blocks and batch sizes."""
+"""`torch.compile` for memories: one graph for all equal blocks and batch sizes."""
 
 import functools
 import importlib.util
@@ -48,7 +48,7 @@ _compiled: WeakKeyDictionary[nn.Module, tuple[_Kind, bool]] = WeakKeyDictionary(
 
 
 def compile_blocks(blocks: list[nn.Module], mode: Compile, device: torch.device) -> bool:
-    """Compiles modules in place, so that parameter names and checkpoints stay as they are.
+    """Has `call_block` run modules compiled. Their parameters' names and checkpoints stay.
 
     Compilation itself happens at the first call. Copies and pickles of a compiled module are not
     compiled.

@@ -27,10 +27,7 @@ from rlmodules import (
 )
 from tests.envs import RandomObservations
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore:.*Overriding environment rllib-:UserWarning"),
-]
+pytestmark = pytest.mark.ray
 
 NUM_ENVS = 3
 SMALL = {

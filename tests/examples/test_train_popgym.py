@@ -24,9 +24,6 @@ from examples.popgym_setup import (
 from examples.run_dir import RunDir
 from examples.train_popgym import StopRequest, stopped_by
 
-# RLlib registers its own entry in gymnasium's registry again with every EnvRunner.
-pytestmark = pytest.mark.filterwarnings("ignore:.*Overriding environment rllib-:UserWarning")
-
 ROOT = Path(__file__).parents[2]
 DEADLINE = 240
 
