@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from benchmarks.harness import Record, check, machine_info, record
 from rlmodules import DeepLinearAttentionConfig
-from rlmodules.linear_attention import build_linear_attention
 
 T = 64
 NUM_SYMBOLS = 8
@@ -157,7 +156,7 @@ def recall_accuracies(name: str, lag: int, seed: int) -> list[float]:
         memory: Any = Recurrent(RECURRENT[name])
     else:
         config = DeepLinearAttentionConfig(max_seq_len=T, **VARIANTS[name])
-        memory = build_linear_attention(config, NUM_SYMBOLS, config.num_layers)
+        memory = config.build_memory(NUM_SYMBOLS)
     readout = nn.Linear(memory.output_dim, NUM_SYMBOLS)
     optimizer = torch.optim.Adam([*memory.parameters(), *readout.parameters()], lr=1e-3)
     accuracies = []

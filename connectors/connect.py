@@ -10,7 +10,6 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo.default_ppo_rl_module import DefaultPPORLModule
-from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.module_to_env import (
@@ -18,19 +17,15 @@ from ray.rllib.connectors.module_to_env import (
     NormalizeAndClipActions,
     UnBatchToIndividualItems,
 )
+from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
 
+from connectors.algorithms import learner_class, support_for
 from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
 from connectors.module_to_env import FormatActions, SampleActions
 from connectors.validation import check_max_seq_len
-
-# A config class and the Learner that serves it.
-_LEARNERS: dict[type[AlgorithmConfig], type[MemoryLearnerMixin]] = {
-    PPOConfig: MemoryPPOTorchLearner,
-}
 
 
 def connect(config: AlgorithmConfig) -> AlgorithmConfig:
@@ -71,12 +66,15 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
         ValueError: if the algorithm, its Learner class or a multi-agent setup is not supported,
             if `max_seq_len` is missing or wrong, or if `minibatch_size` is below it.
     """
-    learner_class = _learner_class(config)
+    support = support_for(config)
+    learner = learner_class(config, support)
     spec = _single_agent_spec(config)
     _check_pipelines(config)
     model_config = _validated_model_config(config, spec)
+    row_lengths = {}
     if _may_be_stateful(spec, model_config):
-        _check_sequence_settings(config, check_max_seq_len(model_config))
+        row_lengths[DEFAULT_MODULE_ID] = check_max_seq_len(model_config)
+    support.prepare(config, row_lengths)
 
     user = _user_builders(config)
     config.env_runners(
@@ -92,7 +90,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     )
     config.learners(
         learner_connector=_wrap(_build_learner, user["learner"]),
-        learner_class=learner_class,
+        learner_class=learner,
     )
     return config
 
@@ -192,27 +190,6 @@ def _contains(pieces: list[ConnectorV2], kind: type[ConnectorV2]) -> bool:
     )
 
 
-def _learner_class(config: AlgorithmConfig) -> type:
-    ours = next((ours for kind, ours in _LEARNERS.items() if isinstance(config, kind)), None)
-    if ours is None:
-        supported = ", ".join(f"`{kind.__name__}`" for kind in _LEARNERS)
-        raise ValueError(
-            f"`connect` got a `{type(config).__name__}`, but supports {supported} only. Use one of "
-            "them, or leave `connect` out: modules with memory also run on RLlib's default "
-            "connectors."
-        )
-    current = config.learner_class
-    if issubclass(current, MemoryLearnerMixin):
-        return current
-    # Ours does all that RLlib's own class does, and that of no one else.
-    if issubclass(ours, current):
-        return ours
-    raise ValueError(
-        f"`learner_class` is `{current.__name__}`, which lacks what modules with memory need. "
-        f"Derive it from `{ours.__name__}`, or put `MemoryLearnerMixin` first among its bases."
-    )
-
-
 def _single_agent_spec(config: AlgorithmConfig) -> RLModuleSpec:
     spec: Any = config.rl_module_spec
     if config.is_multi_agent or isinstance(spec, MultiRLModuleSpec):
@@ -257,19 +234,3 @@ def _may_be_stateful(spec: RLModuleSpec, model_config: dict[str, Any]) -> bool:
     if issubclass(module_class, DefaultPPORLModule):
         return bool(model_config.get("use_lstm"))
     return True
-
-
-def _check_sequence_settings(config: AlgorithmConfig, max_seq_len: int) -> None:
-    minibatch_size = getattr(config, "minibatch_size", None)
-    if minibatch_size is not None and minibatch_size < max_seq_len:
-        raise ValueError(
-            f"`minibatch_size` is {minibatch_size}, but must be at least `max_seq_len` "
-            f"({max_seq_len}): a minibatch is made of whole rows, and RLlib would loop forever on "
-            f"empty ones. Set `config.training(minibatch_size=...)` to {max_seq_len} or more."
-        )
-    if (config.num_learners or 0) > 1:
-        # RLlib cuts episodes to share them out. The state at such a cut is rebuilt from the
-        # observations before it, which must travel with the later part.
-        config.env_runners(
-            episode_lookback_horizon=max(config.episode_lookback_horizon or 0, max_seq_len)
-        )

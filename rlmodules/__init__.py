@@ -1,6 +1,6 @@
 """RLModules with memory for RLlib's new API stack."""
 
-from rlmodules.base import MemoryRLModule
+from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.linear_attention import (
     DeepLinearAttentionConfig,

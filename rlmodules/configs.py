@@ -1,5 +1,6 @@
 """What every memory module can be configured with, and the check of a config's keys."""
 
+import abc
 import dataclasses
 import difflib
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rlmodules.compilation import Compile
+from rlmodules.memories import Memory
 
 # Keys that RLlib's algorithms add to every module's model config (`_model_config_auto_includes`
 # in Ray 2.60). They configure RLlib's own modules.
@@ -16,8 +18,11 @@ ALGORITHM_KEYS = frozenset(
 
 
 @dataclass(kw_only=True)
-class MemoryConfig:
-    """Settings that all memory modules share: what stands before and behind the memory."""
+class MemoryConfig(abc.ABC):
+    """Settings that all memory modules share: what stands before and behind the memory.
+
+    Subclasses add the memory's own settings and build it.
+    """
 
     max_seq_len: int
     """Steps T per row in training: how far gradients reach back. The memory itself reaches
@@ -74,6 +79,10 @@ class MemoryConfig:
         # Lists of its own: neither a preset's nor the caller's.
         self.fcnet_hiddens = list(self.fcnet_hiddens)
         self.head_fcnet_hiddens = list(self.head_fcnet_hiddens)
+
+    @abc.abstractmethod
+    def build_memory(self, input_dim: int) -> Memory:
+        """Builds the memory for features of width `input_dim`."""
 
     @classmethod
     def from_dict(cls, model_config: Mapping[str, Any]) -> Self:

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from ray.rllib.utils.annotations import override
 
-from rlmodules.base import MemoryRLModule
+from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.memories import DeepLinearAttention, Memory, POPGymLinearAttention
 from rlmodules.memories.linear_attention import Normalizer, Positions, ShortConvActivation
@@ -69,6 +69,11 @@ class LinearAttentionConfig(MemoryConfig):
     z_aggregator: Literal["sum", "max"] = "sum"
     """How POPGym's block accumulates keys."""
 
+    @override(MemoryConfig)
+    def build_memory(self, input_dim: int) -> Memory:
+        """Builds the block."""
+        return _build(self, input_dim, num_layers=1)
+
     @classmethod
     def popgym(cls, **settings: Any) -> Self:
         """POPGym 1.0.7's model, layer for layer, with the paper's widths."""
@@ -81,6 +86,11 @@ class DeepLinearAttentionConfig(LinearAttentionConfig):
 
     num_layers: int = 2
     """Blocks."""
+
+    @override(LinearAttentionConfig)
+    def build_memory(self, input_dim: int) -> Memory:
+        """Builds the blocks."""
+        return _build(self, input_dim, self.num_layers)
 
     @classmethod
     @override(LinearAttentionConfig)
@@ -119,11 +129,6 @@ class DeepLinearAttentionRLModule(MemoryRLModule):
 
     config_class = DeepLinearAttentionConfig
 
-    @override(MemoryRLModule)
-    def build_memory(self, config: DeepLinearAttentionConfig, input_dim: int) -> Memory:
-        """Builds the blocks that the config asks for."""
-        return build_linear_attention(config, input_dim, config.num_layers)
-
 
 class LinearAttentionRLModule(MemoryRLModule):
     """A policy and value function on one linear-attention block.
@@ -133,15 +138,8 @@ class LinearAttentionRLModule(MemoryRLModule):
 
     config_class = LinearAttentionConfig
 
-    @override(MemoryRLModule)
-    def build_memory(self, config: LinearAttentionConfig, input_dim: int) -> Memory:
-        """Builds the block that the config asks for."""
-        return build_linear_attention(config, input_dim, num_layers=1)
 
-
-def build_linear_attention(
-    config: LinearAttentionConfig, input_dim: int, num_layers: int
-) -> Memory:
+def _build(config: LinearAttentionConfig, input_dim: int, num_layers: int) -> Memory:
     """The memory of a config."""
     if config.block == "popgym":
         return POPGymLinearAttention(

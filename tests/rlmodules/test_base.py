@@ -20,7 +20,7 @@ from rlmodules import (
     DeepLinearAttentionRLModule,
     LinearAttentionConfig,
     LinearAttentionRLModule,
-    base,
+    core,
 )
 
 B, T = 3, 6
@@ -185,7 +185,7 @@ def test_values(vf_share_layers, monkeypatch):
     torch.testing.assert_close(values, expected.detach())
 
     # In blocks of at most two rows; a mask may be absent.
-    monkeypatch.setattr(base, "VALUE_STEPS", 2 * T + 1)
+    monkeypatch.setattr(core, "VALUE_STEPS", 2 * T + 1)
     modes.clear()
     torch.testing.assert_close(module.compute_values(batch), values)
     assert len(modes) == 4
@@ -210,7 +210,7 @@ def test_row_blocks_of_nested_observations(monkeypatch):
     module = build(OBSERVATION_SPACES["nested"], vf_share_layers=False)
     batch = batch_of(module, num_rows=5, seq_lens=[1, 2, 3, 4, 5])
     expected = module.compute_values(batch)
-    monkeypatch.setattr(base, "VALUE_STEPS", 1)
+    monkeypatch.setattr(core, "VALUE_STEPS", 1)
     torch.testing.assert_close(module.compute_values(batch), expected)
 
 
@@ -277,9 +277,13 @@ def test_inference_only_modules_ignore_training_weights_only():
         runner.set_state({**state, "value_header.x": np.zeros(1)})
 
 
+class BrokenConfig(DeepLinearAttentionConfig):
+    def build_memory(self, input_dim):
+        return self.no_such_setting
+
+
 class BrokenRLModule(DeepLinearAttentionRLModule):
-    def build_memory(self, config, input_dim):
-        return config.no_such_setting
+    config_class = BrokenConfig
 
 
 def test_attribute_errors_of_setup_surface():

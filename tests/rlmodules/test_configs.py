@@ -21,10 +21,9 @@ from rlmodules import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionRLModule,
     LinearAttentionConfig,
-    MemoryConfig,
 )
 
-CONFIGS = [MemoryConfig, LinearAttentionConfig, DeepLinearAttentionConfig]
+CONFIGS = [LinearAttentionConfig, DeepLinearAttentionConfig]
 PRESETS = [
     LinearAttentionConfig,
     DeepLinearAttentionConfig,

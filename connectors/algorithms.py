@@ -1,0 +1,100 @@
+"""What `connect` does for each algorithm: its Learner, its checks, the settings it completes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.ppo.ppo import PPOConfig
+
+from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+
+RowLengths = Mapping[str, int]
+"""`max_seq_len` of each module with memory, by module ID."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """How one algorithm is served.
+
+    Args:
+        config_class: The algorithm's config.
+        learner_class: Our Learner for it.
+        prepare: Checks and completes its settings, in place.
+    """
+
+    config_class: type[AlgorithmConfig]
+    learner_class: type[MemoryLearnerMixin]
+    prepare: Callable[[AlgorithmConfig, RowLengths], None]
+
+
+def support_for(config: AlgorithmConfig) -> Support:
+    """The first entry whose config class the config is an instance of.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for support in SUPPORTED:
+        if isinstance(config, support.config_class):
+            return support
+    names = ", ".join(f"`{support.config_class.__name__}`" for support in SUPPORTED)
+    raise ValueError(
+        f"`connect` got a `{type(config).__name__}`, but supports {names} only. Use one of them, "
+        "or leave `connect` out: modules with memory also run on RLlib's default connectors."
+    )
+
+
+def learner_class(config: AlgorithmConfig, support: Support) -> type:
+    """Our Learner, or the user's own where it is made for modules with memory.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    ours, current = support.learner_class, config.learner_class
+    if issubclass(current, MemoryLearnerMixin):
+        return current
+    # Ours does all that RLlib's own class does, and that of no one else.
+    if issubclass(ours, current):
+        return ours
+    raise ValueError(
+        f"`learner_class` is `{current.__name__}`, which lacks what modules with memory need. "
+        f"Derive it from `{ours.__name__}`, or put `MemoryLearnerMixin` first among its bases."
+    )
+
+
+def keep_lookback(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    """Has the steps before a cut travel with what follows it.
+
+    With several Learners RLlib cuts episodes to share them out. The state at such a cut is rebuilt
+    from the observations before it.
+    """
+    if row_lengths and (config.num_learners or 0) > 1:
+        needed = max(row_lengths.values())
+        config.env_runners(
+            episode_lookback_horizon=max(config.episode_lookback_horizon or 0, needed)
+        )
+
+
+def check_minibatch_size(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    """Refuses minibatches that are smaller than a row.
+
+    Raises:
+        ValueError: if they are.
+    """
+    minibatch_size = getattr(config, "minibatch_size", None)
+    max_seq_len = max(row_lengths.values(), default=0)
+    if minibatch_size is not None and minibatch_size < max_seq_len:
+        raise ValueError(
+            f"`minibatch_size` is {minibatch_size}, but must be at least `max_seq_len` "
+            f"({max_seq_len}): a minibatch is made of whole rows, and RLlib would loop forever on "
+            f"empty ones. Set `config.training(minibatch_size=...)` to {max_seq_len} or more."
+        )
+
+
+def _prepare_ppo(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    check_minibatch_size(config, row_lengths)
+    keep_lookback(config, row_lengths)
+
+
+SUPPORTED = (Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),)
