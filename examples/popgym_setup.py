@@ -20,6 +20,8 @@ from connectors import connect
 from rlmodules import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionRLModule,
+    GTrXLConfig,
+    GTrXLRLModule,
     LinearAttentionConfig,
     LinearAttentionRLModule,
 )
@@ -28,12 +30,14 @@ ENVS = {env.__name__: env for env in popgym_envs.ALL}
 MEMORIES = {
     "deep": "a stack of linear-attention blocks, this package's DeepLinearAttentionRLModule",
     "linear": "one linear-attention block, this package's LinearAttentionRLModule",
+    "gtrxl": "a Gated Transformer-XL, this package's GTrXLRLModule",
     "lstm": "RLlib's own LSTM with 256 cells, on RLlib's default connectors",
     "mlp": "no memory: RLlib's own MLP",
 }
 OURS = {
     "deep": (DeepLinearAttentionRLModule, DeepLinearAttentionConfig),
     "linear": (LinearAttentionRLModule, LinearAttentionConfig),
+    "gtrxl": (GTrXLRLModule, GTrXLConfig),
 }
 # Environment steps an iteration, about: see `fragment_length`.
 TRAIN_BATCH_SIZE = 4096

@@ -128,15 +128,27 @@ class MemoryContract:
         resets = torch.zeros(2, 9, dtype=torch.bool)
         resets[0, 4] = True
         before = {key: value[:2] for key, value in busy(memory).items()}
-        keys = [k for k, v in before.items() if v.is_floating_point()]
+        floats = [k for k, v in before.items() if v.is_floating_point()]
+        keys = [] if memory.detaches_state else floats
 
         def run(x, *values):
             state = before | dict(zip(keys, values, strict=True))
             y, after = memory(x, state, valid=valid, resets=resets)
-            return y[valid], *(after[k] for k in keys)
+            return y[valid], *(after[k] for k in floats)
 
         values = [before[k].detach().requires_grad_() for k in keys]
         assert torch.autograd.gradcheck(run, (x, *values), fast_mode=True)
+
+    def test_detached_states_get_no_gradient(self, memory):
+        x = inputs(9).requires_grad_()
+        before = {
+            k: v.requires_grad_() if v.is_floating_point() else v for k, v in busy(memory).items()
+        }
+        y, after = memory(x, before)
+        sum(v.square().sum() for v in (y, *after.values()) if v.requires_grad).backward()
+        grads = [v.grad for v in before.values() if v.is_floating_point()]
+        assert all((grad is None) == memory.detaches_state for grad in grads)
+        assert (x.grad != 0).any(-1).all()
 
     def test_stays_bounded(self, memory):
         memory = memory.float()

@@ -21,6 +21,8 @@ from connectors import MemoryPPOTorchLearner, connect
 from rlmodules import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionRLModule,
+    GTrXLConfig,
+    GTrXLRLModule,
     LinearAttentionConfig,
     LinearAttentionRLModule,
     compilation,
@@ -68,8 +70,14 @@ class RecordingLearner(MemoryPPOTorchLearner):
         )
 
 
+MODULES = {
+    DeepLinearAttentionConfig: DeepLinearAttentionRLModule,
+    GTrXLConfig: GTrXLRLModule,
+    LinearAttentionConfig: LinearAttentionRLModule,
+}
+
+
 def build(model_config, *, fragment, connected, env_config=None, num_gpus_per_learner=0):
-    deep = isinstance(model_config, DeepLinearAttentionConfig)
     config = (
         PPOConfig()
         .environment(RandomObservations, env_config=env_config or {})
@@ -92,7 +100,7 @@ def build(model_config, *, fragment, connected, env_config=None, num_gpus_per_le
         )
         .rl_module(
             rl_module_spec=RLModuleSpec(
-                module_class=DeepLinearAttentionRLModule if deep else LinearAttentionRLModule,
+                module_class=MODULES[type(model_config)],
                 model_config=model_config,
             )
         )
@@ -128,6 +136,11 @@ def single(max_seq_len=8, **settings):
     return LinearAttentionConfig(max_seq_len=max_seq_len, **{**SMALL, **settings})
 
 
+def gtrxl(max_seq_len=8, **settings):
+    small = {key: value for key, value in SMALL.items() if key != "hidden_size"}
+    return GTrXLConfig(max_seq_len=max_seq_len, **{**small, **settings})
+
+
 def popgym(config_class, **settings):
     return config_class.popgym(max_seq_len=8, **{**SMALL, "head_fcnet_hiddens": [8], **settings})
 
@@ -152,6 +165,9 @@ def test_rows_and_fragments(max_seq_len, fragment, connected):
     [
         pytest.param(deep(vf_share_layers=False), id="two memories"),
         pytest.param(popgym(DeepLinearAttentionConfig, num_layers=2), id="popgym deep"),
+        pytest.param(gtrxl(memory_inference=3), id="gtrxl, memory < rows"),
+        pytest.param(gtrxl(memory_inference=8), id="gtrxl, memory = rows"),
+        pytest.param(gtrxl(memory_inference=50), id="gtrxl, memory > rows"),
     ],
 )
 def test_modules_on_both_paths(model_config, connected):
@@ -162,6 +178,8 @@ def test_modules_on_both_paths(model_config, connected):
     "model_config",
     [
         pytest.param(single(), id="one block"),
+        pytest.param(gtrxl(memory_inference=5, vf_share_layers=False), id="gtrxl, two memories"),
+        pytest.param(gtrxl(40, memory_inference=3), id="gtrxl, rows of several blocks"),
         pytest.param(popgym(LinearAttentionConfig), id="popgym"),
         pytest.param(popgym(LinearAttentionConfig, S_aggregator="max"), id="popgym max"),
         pytest.param(deep(positions="sine"), id="sine"),

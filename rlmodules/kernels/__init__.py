@@ -6,8 +6,10 @@ from rlmodules.kernels.reference import (
     NEUTRAL_MAX,
     linear_attention_reference,
     max_attention_reference,
+    relative_attention_reference,
     short_convolution_reference,
 )
+from rlmodules.kernels.relative_attention import relative_attention
 from rlmodules.kernels.short_convolution import short_convolution
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "linear_attention_reference",
     "max_attention",
     "max_attention_reference",
+    "relative_attention",
+    "relative_attention_reference",
     "short_convolution",
     "short_convolution_reference",
 ]

@@ -4,6 +4,8 @@ One step of the loop is one line of the paper. Run them in float64; they work in
 carry gradients, the initial state's included.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -86,6 +88,34 @@ def short_convolution_reference(
         outputs.append(torch.einsum("bwd,wd->bd", window, weight))
         (state,) = _keep_on_padding((state,), (window[:, 1:],), valid, t)
     return torch.stack(outputs, 1), state
+
+
+def relative_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    distance_scores: Tensor,
+    span: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Sliding-window attention, one query and one key after the other.
+
+    Arguments, results and source as in
+    [`relative_attention`][rlmodules.kernels.relative_attention].
+    """
+    B, H, T, _ = q.shape
+    M, W = distance_scores.shape[-1] - 1, k.shape[2] - T
+    out = q.new_zeros(B, H, T, v.shape[-1])
+    for b, h, i in itertools.product(range(B), range(H), range(T)):
+        visible = range(int(span[b, i]) + 1)
+        scores = [
+            scale * (q[b, h, i] @ k[b, h, W + i - d] + distance_scores[b, h, i, M - d])
+            for d in visible
+        ]
+        weights = torch.stack(scores).softmax(0)
+        out[b, h, i] = sum(weights[d] * v[b, h, W + i - d] for d in visible)
+    return out
 
 
 def _reset(states, initial, resets, valid, t):

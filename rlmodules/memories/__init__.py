@@ -1,5 +1,6 @@
 """Memories: sequence in, sequence out, with a state. Torch only."""
 
+from rlmodules.memories.gtrxl import GTrXL
 from rlmodules.memories.linear_attention import (
     DeepLinearAttention,
     LinearAttention,
@@ -10,6 +11,7 @@ from rlmodules.memories.popgym import POPGymLinearAttention
 
 __all__ = [
     "DeepLinearAttention",
+    "GTrXL",
     "LinearAttention",
     "LinearAttentionBlock",
     "Memory",

@@ -24,10 +24,12 @@ class Memory(nn.Module, abc.ABC):
     Attributes:
         input_dim: Features D that `forward` takes.
         output_dim: Features that it returns.
+        detaches_state: Whether the incoming state is data, which no gradient flows into.
     """
 
     input_dim: int
     output_dim: int
+    detaches_state: bool = False
 
     @abc.abstractmethod
     def initial_state(self) -> State:

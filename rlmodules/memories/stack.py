@@ -23,15 +23,23 @@ def run_blocks(
     blocks: nn.ModuleList,
     x: Tensor,
     state: State,
-    turn: Tensor | None,
-    valid: Tensor | None,
-    resets: Tensor | None,
+    *args: Tensor | None,
 ) -> tuple[Tensor, State]:
-    """Runs blocks one after the other on their layers of a stacked state `(B, L, ...)`."""
+    """Runs blocks one after the other on their layers of a stacked state `(B, L, ...)`.
+
+    Args:
+        blocks: Modules that map `(x, layer_state, *args)` to an output and a state.
+        x: Inputs of the first block, `(B, T, D)`.
+        state: States of all layers; a step counter `t` is left out.
+        args: What all blocks share.
+
+    Returns:
+        Outputs of the last block and the new states, stacked like `state`.
+    """
     layers = {key: value.unbind(1) for key, value in state.items() if key != "t"}
     new_states = []
     for i, block in enumerate(blocks):
         layer_state = {key: values[i] for key, values in layers.items()}
-        x, new_state = call_block(block, x, layer_state, turn, valid, resets)
+        x, new_state = call_block(block, x, layer_state, *args)
         new_states.append(new_state)
     return x, {key: torch.stack([s[key] for s in new_states], 1) for key in layers}

@@ -10,6 +10,8 @@ from rlmodules.kernels import (
     linear_attention_reference,
     max_attention,
     max_attention_reference,
+    relative_attention,
+    relative_attention_reference,
     short_convolution,
     short_convolution_reference,
 )
@@ -95,6 +97,37 @@ def test_max_attention(num_steps, masked, with_resets):
         for out, state in (
             function(q, k, v, S, **masks) for function in (max_attention, max_attention_reference)
         )
+    )
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("window", "before", "num_steps"),
+    [
+        pytest.param(5, 5, 1, id="step"),
+        pytest.param(5, 5, 9, id="one block"),
+        pytest.param(5, 2, 9, id="fewer keys than the window"),
+        pytest.param(5, 0, 9, id="no keys before"),
+        pytest.param(5, 5, 32, id="full block"),
+        pytest.param(5, 5, 33, id="two blocks"),
+        pytest.param(40, 40, 85, id="long window, ragged blocks"),
+        pytest.param(40, 7, 80, id="fewer keys, full blocks"),
+    ],
+)
+def test_relative_attention(window, before, num_steps):
+    torch.manual_seed(num_steps)
+
+    def rand(*shape):
+        return torch.randn(2, H, *shape, dtype=torch.float64, requires_grad=True)
+
+    q, scores = rand(num_steps, K), rand(num_steps, window + 1)
+    k, v = rand(before + num_steps, K), rand(before + num_steps, V)
+    # From nothing to all of the window, as at the start of an episode.
+    most = (before + torch.arange(num_steps)).clamp(max=window)
+    span = torch.stack([most, torch.minimum(most, torch.randint(0, window + 1, (num_steps,)))])
+    actual, expected = (
+        results(function(q, k, v, scores, span, scale=0.7), (), None, [q, k, v, scores])
+        for function in (relative_attention, relative_attention_reference)
     )
     assert_equal(actual, expected)
 

@@ -4,11 +4,12 @@ import pickle
 import pytest
 import torch
 
-from rlmodules.memories import DeepLinearAttention, LinearAttention, POPGymLinearAttention
+from rlmodules.memories import DeepLinearAttention, GTrXL, LinearAttention, POPGymLinearAttention
 from rlmodules.positions import POSITIONS
 from tests.contracts import D, MemoryContract, initial, inputs
 
 SMALL = {"d_model": 8, "num_heads": 2, "head_dim": 4, "feedforward_dim": 7}
+GTRXL = {"d_model": 8, "num_heads": 2, "head_dim": 3, "feedforward_dim": 7}
 SUM = {**SMALL, "head_dim": 3, "normalizer": "sum", "positions": "none"}
 
 MEMORIES = {
@@ -19,6 +20,9 @@ MEMORIES = {
     "deep-sine": lambda: DeepLinearAttention(
         D, **SUM | {"positions": "sine"}, position_horizon=50, short_conv_activation="linear"
     ),
+    "gtrxl": lambda: GTrXL(D, **GTRXL, memory_inference=6),
+    "gtrxl-one": lambda: GTrXL(D, **GTRXL, num_layers=1, memory_inference=1),
+    "gtrxl-long": lambda: GTrXL(D, **GTRXL, memory_inference=40, gate_bias=0.0),
     "popgym": lambda: POPGymLinearAttention(D, 25),
     "popgym-deep": lambda: POPGymLinearAttention(D, 50, 3, positions="none"),
     "popgym-max": lambda: POPGymLinearAttention(D, 16, S_aggregator="max", z_aggregator="max"),
