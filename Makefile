@@ -50,6 +50,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks kernels $(ARGS)
+	$(BIN)/python -m benchmarks memories $(ARGS)
 	$(BIN)/python -m benchmarks connectors $(ARGS)
 	$(BIN)/python -m benchmarks compile $(ARGS)
 	$(BIN)/python -m benchmarks learning $(ARGS)

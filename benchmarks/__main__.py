@@ -13,6 +13,7 @@ from benchmarks.report import print_records, write_records
 # Imported only when asked for: each needs packages that the others do without.
 BENCHMARKS = {
     "kernels": ("benchmarks.kernels", "linear attention against popgym, LSTM, SDPA and a matmul"),
+    "memories": ("benchmarks.memories", "every memory against the old GTrXL and an LSTM"),
     "connectors": ("benchmarks.connectors", "our connectors against RLlib's own, and its LSTM"),
     "compile": ("benchmarks.compilation", "what torch.compile costs, and when it pays"),
     "learning": ("benchmarks.learning", "steps and seconds to a return, against RLlib's LSTM"),

@@ -5,9 +5,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-# Queries of a block, at least. Longer sequences are cut into blocks of the window's length, so that
-# time and memory grow in proportion to the length.
-MIN_BLOCK = 32
+# Queries C of a block. Longer sequences are cut into blocks, so that time and memory grow in
+# proportion to the length.
+BLOCK_SIZE = 64
 
 
 def relative_attention(
@@ -22,8 +22,8 @@ def relative_attention(
     """Attention of each step to itself and at most the M steps before it.
 
     `o_i = sum_j softmax_j(scale (q_i . k_j + p_i[distance])) v_j` over the keys j at a distance of
-    0 to `span_i` from step i. Costs `O(T (M + C) (K + V))` time and `O(T (M + C))` memory with C
-    queries a block, C being the larger of M and 32.
+    0 to `span_i` from step i. Costs `O(T (M + C) (K + V))` time and `O(T (M + C))` memory, with C
+    queries a block.
 
     Args:
         q: Queries, `(B, H, T, K)`.
@@ -43,7 +43,7 @@ def relative_attention(
         its own window of M steps, whatever its place in the chunk.
     """
     T, M = q.shape[2], distance_scores.shape[-1] - 1
-    C = max(M, MIN_BLOCK)
+    C = BLOCK_SIZE
     if T <= C:
         return _attend(q, k, v, distance_scores, span, scale)
     num_blocks = -(-T // C)
@@ -71,8 +71,12 @@ def _attend(
     keys = torch.arange(num_keys, device=q.device) - first
     distances = steps - keys
     visible = (distances >= 0) & (distances <= span[:, None, :, None])
-    bias = _by_key(distance_scores * scale, num_keys).masked_fill(~visible, -torch.inf)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    mask = torch.where(visible, 0.0, -torch.inf).to(q.dtype)
+    bias = _by_key(distance_scores * scale, num_keys) + mask
+    B = q.shape[0]
+    q, k, v, bias = (rearrange(x, "B H T D -> (B H) T D") for x in (q * scale, k, v, bias))
+    weights = torch.baddbmm(bias, q, k.transpose(1, 2)).softmax(-1)
+    return rearrange(weights @ v, "(B H) T D -> B H T D", B=B)
 
 
 def _by_key(distance_scores: Tensor, num_keys: int) -> Tensor:

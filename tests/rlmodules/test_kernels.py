@@ -108,10 +108,10 @@ def test_max_attention(num_steps, masked, with_resets):
         pytest.param(5, 5, 9, id="one block"),
         pytest.param(5, 2, 9, id="fewer keys than the window"),
         pytest.param(5, 0, 9, id="no keys before"),
-        pytest.param(5, 5, 32, id="full block"),
-        pytest.param(5, 5, 33, id="two blocks"),
-        pytest.param(40, 40, 85, id="long window, ragged blocks"),
-        pytest.param(40, 7, 80, id="fewer keys, full blocks"),
+        pytest.param(5, 5, 64, id="within a block"),
+        pytest.param(5, 5, 65, id="two blocks"),
+        pytest.param(40, 40, 150, id="long window, ragged blocks"),
+        pytest.param(70, 7, 128, id="fewer keys, full blocks"),
     ],
 )
 def test_relative_attention(window, before, num_steps):

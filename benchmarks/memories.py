@@ -1,0 +1,129 @@
+"""Every memory of the package at equal parameter count, against RLlib's old GTrXL and an LSTM.
+
+    python -m benchmarks memories [--json FILE] [--only gtrxl]
+
+Metrics: `step`, one step of 16 rows without gradient; `train`, forward and backward over 4,096
+steps in rows of T, compilation off; `bytes`, the state that a training row starts from. Peers:
+`legacy`, RLlib's `GTrXLNet` of the old API stack; `lstm`, torch's LSTM. GTrXL keeps 64 past steps,
+`gtrxl-128` and its peer 128.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Record, alternate, check, check_close, machine_info, record, timed
+from benchmarks.memory_peers import (
+    INPUT_DIM,
+    MEMORIES,
+    NUM_PARAMETERS,
+    WINDOW,
+    contestant,
+    of_equal_size,
+)
+
+NUM_ROWS = 16
+STEPS_PER_PASS = 4096
+LENGTHS = (64, 256, 1024)
+# Memory, length, peer, and the ratio to reach: memory and chunk of 128 steps.
+GOAL = ("gtrxl-128", 128, "legacy-128", 1.5)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's options."""
+    parser.add_argument("--only", metavar="MEMORY", choices=MEMORIES, help="a single memory")
+
+
+def run(args: argparse.Namespace) -> list[Record]:
+    """Checks every memory, then measures it.
+
+    Raises:
+        CorrectnessError: If a memory computes something else step by step than at once, or if
+            a size is off by more than a tenth.
+    """
+    memory, length, peer, target = GOAL
+    compared = [
+        (name, other)
+        for name in MEMORIES
+        for other in ("legacy", "lstm")
+        if name != memory and args.only in (None, name)
+    ]
+    records = []
+    for name, other in compared:
+        check_memory(name)
+        records += [
+            compare(name, other, "bytes", NUM_ROWS, 1),
+            compare(name, other, "step", NUM_ROWS, 1, min_runs=args.runs or 50),
+        ]
+        for T in LENGTHS:
+            rows = STEPS_PER_PASS // T
+            records.append(compare(name, other, "train", rows, T, min_runs=args.runs or 5))
+    if args.only in (None, memory):
+        rows = STEPS_PER_PASS // length
+        records.append(
+            compare(memory, peer, "train", rows, length, min_runs=args.runs or 9, target=target)
+        )
+    return records
+
+
+def check_memory(name: str) -> None:
+    """Single steps equal a whole sequence.
+
+    Raises:
+        CorrectnessError: If they don't.
+    """
+    torch.manual_seed(0)
+    memory: Any = of_equal_size(MEMORIES[name])
+    x = torch.randn(2, WINDOW + 8, INPUT_DIM)
+    initial = {key: v.expand(2, *v.shape) for key, v in memory.initial_state().items()}
+    state, steps = initial, []
+    with torch.no_grad():
+        for t in range(x.shape[1]):
+            y, state = memory(x[:, t : t + 1], state)
+            steps.append(y)
+        check_close(torch.cat(steps, 1), memory(x, initial)[0], 1e-4, f"{name}, steps and sequence")
+
+
+def compare(
+    name: str,
+    peer: str,
+    metric: str,
+    num_rows: int,
+    num_steps: int,
+    *,
+    min_runs: int = 5,
+    seconds: float = 8.0,
+    target: float | None = None,
+) -> Record:
+    """Measures one memory against one peer.
+
+    Raises:
+        CorrectnessError: If their a size is off by more than a tenth, or an output has a wrong shape.
+    """
+    ours, theirs = contestant(name, num_rows), contestant(peer, num_rows)
+    sizes = {name: ours.num_parameters, peer: theirs.num_parameters}
+    for who, size in sizes.items():
+        check(abs(size / NUM_PARAMETERS - 1) < 0.1, f"{who} has {size:,} parameters")
+    facts = {
+        "benchmark": "memories",
+        "case": name if metric == "bytes" else f"{name} {num_rows}x{num_steps}",
+        "peer": peer,
+        "metric": metric,
+        "target": target,
+        "machine": machine_info(),
+        "parameters": list(sizes.values()),
+    }
+    if metric == "bytes":
+        return record(ours=[ours.state_bytes], theirs=[theirs.state_bytes], unit="bytes", **facts)
+    x = torch.randn(num_rows, num_steps, INPUT_DIM)
+    passes = {"ours": getattr(ours, metric), "theirs": getattr(theirs, metric)}
+    for who, function in passes.items():
+        shape = tuple(function(x).shape[:2])
+        check(shape == (num_rows, num_steps), f"{who} returns {shape} for {num_rows, num_steps}")
+    times = alternate(
+        {who: timed(lambda run=run: run(x)) for who, run in passes.items()},
+        min_runs=min_runs,
+        seconds=seconds,
+    )
+    return record(ours=times["ours"], theirs=times["theirs"], unit="s", **facts)
