@@ -99,7 +99,8 @@ def compare(
     """Measures one memory against one peer.
 
     Raises:
-        CorrectnessError: If their a size is off by more than a tenth, or an output has a wrong shape.
+        CorrectnessError: If a size is off by more than a tenth, or an output has a wrong
+            shape.
     """
     ours, theirs = contestant(name, num_rows), contestant(peer, num_rows)
     sizes = {name: ours.num_parameters, peer: theirs.num_parameters}
