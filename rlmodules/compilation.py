@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import logging
 import os
 import shutil
@@ -68,7 +69,8 @@ def compile_blocks(blocks: list[nn.Module], mode: Compile, device: torch.device)
         return False
     for block in blocks:
         if block not in _compiled:
-            shapes = ((name, tuple(x.shape)) for name, x in block.state_dict().items())
+            tensors = itertools.chain(block.named_parameters(), block.named_buffers())
+            shapes = ((name, tuple(x.shape)) for name, x in tensors)
             key = (type(block), *shapes)
             if key not in _kinds:
                 _kinds[key] = _Kind(block)

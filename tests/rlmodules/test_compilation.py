@@ -18,7 +18,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from torch._dynamo.backends.common import aot_autograd
 
 from connectors import connect
-from rlmodules import DeepLinearAttentionRLModule, compilation
+from rlmodules import DeepLinearAttentionRLModule, GTrXLRLModule, compilation
 from tests.envs import RandomObservations
 
 # PyTorch and its compiler raise a dozen kinds of their own, as does RLlib for a second algorithm.
@@ -103,10 +103,10 @@ def use_backend(backend, counts, monkeypatch):
     forget_graphs()
 
 
-def build(**settings):
+def build(module_class=DeepLinearAttentionRLModule, **settings):
     torch.manual_seed(0)
     return RLModuleSpec(
-        module_class=DeepLinearAttentionRLModule,
+        module_class=module_class,
         observation_space=BOX,
         action_space=gym.spaces.Discrete(2),
         model_config={**SMALL, **settings},
@@ -156,6 +156,15 @@ def test_one_graph_a_direction(graphs):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, traces):
     eager, compiled = build(**OPTIONS[name], compile=False), build(**OPTIONS[name])
+    for num_rows in (3, 1, 8):
+        assert_close(run(compiled, num_rows), run(eager, num_rows))
+    assert traces == {FORWARD: 1, NO_GRAD: 1}
+
+
+@pytest.mark.parametrize("memory_inference", [3, 5 * T])
+def test_gtrxl(memory_inference, traces):
+    settings = {"module_class": GTrXLRLModule, "memory_inference": memory_inference}
+    eager, compiled = build(**settings, compile=False), build(**settings)
     for num_rows in (3, 1, 8):
         assert_close(run(compiled, num_rows), run(eager, num_rows))
     assert traces == {FORWARD: 1, NO_GRAD: 1}
