@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from ray.rllib.connectors.learner import GeneralAdvantageEstimation
 from ray.rllib.core import ALL_MODULES
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
+from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.typing import ModuleID, ParamDict
 
 from connectors.advantages import ComputeAdvantages
+from connectors.learners.minibatches import RowMinibatches
 
 logger = logging.getLogger("rllib_memory")
 
@@ -26,6 +29,7 @@ class MemoryLearnerMixin(TorchLearner):
       they are, and the metric `num_nonfinite_gradients` (under `__all_modules__`) counts it.
       RLlib would set such gradients to 0 or a huge number and step.
     - RLlib's advantage connector is replaced by `ComputeAdvantages`.
+    - Every row of a batch is trained on equally often, see `RowMinibatches`.
     """
 
     _largest_raw_gradient: torch.Tensor | None = None
@@ -46,6 +50,46 @@ class MemoryLearnerMixin(TorchLearner):
                 ComputeAdvantages(gamma=config.gamma, lambda_=config.lambda_),
             )
             pipeline.remove(GeneralAdvantageEstimation)
+
+    @override(TorchLearner)
+    def _create_iterator_if_necessary(
+        self,
+        *,
+        training_data: TrainingData,
+        num_total_minibatches: int = 0,
+        num_epochs: int = 1,
+        minibatch_size: int | None = None,
+        shuffle_batch_per_epoch: bool = False,
+        **kwargs: Any,
+    ) -> Iterable:
+        """Replaces RLlib's minibatches by `RowMinibatches`.
+
+        Private in Ray 2.60, where the class of the minibatches can't be chosen. A test fails if Ray
+        no longer calls it.
+        """
+        if training_data.data_iterators:
+            return super()._create_iterator_if_necessary(
+                training_data=training_data,
+                num_total_minibatches=num_total_minibatches,
+                num_epochs=num_epochs,
+                minibatch_size=minibatch_size,
+                shuffle_batch_per_epoch=shuffle_batch_per_epoch,
+                **kwargs,
+            )
+        # Without a minibatch size RLlib's iterator yields the whole batch, once.
+        whole = super()._create_iterator_if_necessary(training_data=training_data, **kwargs)
+        for batch in whole:
+            batch.policy_batches = _trained_everywhere(
+                batch.policy_batches, list(self.module.keys()), self.device
+            )
+            return RowMinibatches(
+                batch,
+                minibatch_size=minibatch_size,
+                num_epochs=num_epochs,
+                shuffle=shuffle_batch_per_epoch and num_epochs > 1,
+                num_total_minibatches=num_total_minibatches,
+            )
+        return []
 
     @override(TorchLearner)
     def compute_gradients(self, loss_per_module: dict[ModuleID, Any], **kwargs: Any) -> ParamDict:
@@ -74,6 +118,20 @@ class MemoryLearnerMixin(TorchLearner):
             logger.warning("Skipped an update: its gradients hold NaN or infinite numbers.")
             return
         super().apply_gradients(gradients_dict)
+
+
+def _trained_everywhere(
+    modules: dict[ModuleID, Any], names: list[ModuleID], device: Any
+) -> dict[ModuleID, Any]:
+    """The modules that all Learners have rows of, in the same order on each of them.
+
+    Learners exchange the gradients of one module after the other. One that lacks a module, or goes
+    through them in an order of its own, would hang all of them.
+    """
+    present = torch.tensor([name in modules for name in names], dtype=torch.int32, device=device)
+    if len(names) > 1 and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(present, op=torch.distributed.ReduceOp.MIN)
+    return {name: modules[name] for name, kept in zip(names, present.tolist(), strict=True) if kept}
 
 
 def _largest(gradients: ParamDict) -> torch.Tensor:
