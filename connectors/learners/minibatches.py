@@ -13,8 +13,8 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 class RowMinibatches:
     """Minibatches of whole rows, in which every row of every module comes up once an epoch.
 
-    In place of RLlib's `MiniBatchCyclicIterator`. That one fills each minibatch to its size, from the
-    batch's start where it ends, so that some rows are trained on more often than others; with
+    In place of RLlib's `MiniBatchCyclicIterator`. That one fills each minibatch to its size, from
+    the batch's start where it ends, so that some rows are trained on more often than others; with
     several Learners it stops before all rows have come up in the last epoch; and of several modules
     it trains those with fewer steps for more epochs.
 
