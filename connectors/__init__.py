@@ -3,9 +3,10 @@
 from connectors.advantages import ComputeAdvantages
 from connectors.connect import connect
 from connectors.env_to_module import BuildModuleBatch
+from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
 from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
-from connectors.module_to_env import FormatActions, SampleActions
+from connectors.module_to_env import SampleActions
 from connectors.snapshots import StateSnapshot
 
 __all__ = [

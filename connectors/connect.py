@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.ppo.default_ppo_rl_module import DefaultPPORLModule
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.module_to_env import (
     ListifyDataForVectorEnv,
+    ModuleToAgentUnmapping,
     NormalizeAndClipActions,
     UnBatchToIndividualItems,
 )
-from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
-from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
 
 from connectors.algorithms import learner_class, support_for
-from connectors.env_to_module import BuildModuleBatch
+from connectors.env_to_module import BuildModuleBatch, MapSpaces
+from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
-from connectors.module_to_env import FormatActions, SampleActions
-from connectors.validation import check_max_seq_len
+from connectors.module_specs import validated_row_lengths
+from connectors.module_to_env import SampleActions
 
 
 def connect(config: AlgorithmConfig) -> AlgorithmConfig:
@@ -57,34 +55,32 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     ```
 
     Args:
-        config: A PPO config with a single-agent module. It is changed in place.
+        config: A PPO config, for one agent or several. It is changed in place.
 
     Returns:
         The same config.
 
     Raises:
-        ValueError: if the algorithm, its Learner class or a multi-agent setup is not supported,
-            if `max_seq_len` is missing or wrong, or if `minibatch_size` is below it.
+        ValueError: if the algorithm or its Learner class is not supported, if `max_seq_len` of a
+            module is missing or wrong, or if `minibatch_size` is below it.
     """
     support = support_for(config)
     learner = learner_class(config, support)
-    spec = _single_agent_spec(config)
     _check_pipelines(config)
-    model_config = _validated_model_config(config, spec)
-    row_lengths = {}
-    if _may_be_stateful(spec, model_config):
-        row_lengths[DEFAULT_MODULE_ID] = check_max_seq_len(model_config)
-    support.prepare(config, row_lengths)
+    support.prepare(config, validated_row_lengths(config))
 
     user = _user_builders(config)
     config.env_runners(
-        env_to_module_connector=_wrap(_build_env_to_module, user["env_to_module"]),
+        env_to_module_connector=_wrap(
+            _build_env_to_module, user["env_to_module"], map_spaces=_space_mapping(config)
+        ),
         add_default_connectors_to_env_to_module_pipeline=False,
         module_to_env_connector=_wrap(
             _build_module_to_env,
             user["module_to_env"],
             normalize_actions=config.normalize_actions,
             clip_actions=config.clip_actions,
+            several_agents=config.is_multi_agent,
         ),
         add_default_connectors_to_module_to_env_pipeline=False,
     )
@@ -116,12 +112,31 @@ def _wrap(build: Callable, user: Callable | None, **kwargs: Any) -> Callable:
     return partial(build, user, **kwargs)
 
 
+def _space_mapping(config: AlgorithmConfig) -> Callable[[], MapSpaces] | None:
+    """Builds the piece that tells RLlib the spaces of each module; not needed for one agent."""
+    if not config.is_multi_agent:
+        return None
+    spec: Any = config.rl_module_spec
+    several = isinstance(spec, MultiRLModuleSpec)
+    specs: Any = spec.rl_module_specs if several else set(config.policies)
+    return partial(
+        MapSpaces, rl_module_specs=specs, agent_to_module_mapping_fn=config.policy_mapping_fn
+    )
+
+
 def _build_env_to_module(
-    user: Callable | None, env: Any = None, spaces: Any = None, device: Any = None
+    user: Callable | None,
+    env: Any = None,
+    spaces: Any = None,
+    device: Any = None,
+    *,
+    map_spaces: Callable[[], MapSpaces] | None,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "env_to_module_connector", env, spaces, device)
     if not _contains(pieces, BuildModuleBatch):
         pieces.append(BuildModuleBatch(device=device))
+    if map_spaces is not None and not _contains(pieces, MapSpaces):
+        pieces.append(map_spaces())
     return pieces
 
 
@@ -132,6 +147,7 @@ def _build_module_to_env(
     *,
     normalize_actions: bool,
     clip_actions: bool,
+    several_agents: bool,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "module_to_env_connector", env, spaces)
     flags: dict[str, Any] = {
@@ -146,6 +162,7 @@ def _build_module_to_env(
     return [
         SampleActions(),
         UnBatchToIndividualItems(),
+        *([ModuleToAgentUnmapping()] if several_agents else []),
         *pieces,
         NormalizeAndClipActions(**flags),
         ListifyDataForVectorEnv(),
@@ -190,47 +207,9 @@ def _contains(pieces: list[ConnectorV2], kind: type[ConnectorV2]) -> bool:
     )
 
 
-def _single_agent_spec(config: AlgorithmConfig) -> RLModuleSpec:
-    spec: Any = config.rl_module_spec
-    if config.is_multi_agent or isinstance(spec, MultiRLModuleSpec):
-        raise ValueError(
-            "`connect` got a multi-agent config, but supports a single agent with one "
-            "`RLModuleSpec` only. Leave `connect` out: modules with memory also run on RLlib's "
-            "default connectors."
-        )
-    return spec
-
-
 def _check_pipelines(config: AlgorithmConfig) -> None:
     if not config.add_default_connectors_to_learner_pipeline:
         raise ValueError(
             "`add_default_connectors_to_learner_pipeline` is False, but must be True: our learner "
             "connector works in front of RLlib's default pieces. Leave the setting alone."
         )
-
-
-def _validated_model_config(config: AlgorithmConfig, spec: RLModuleSpec) -> dict[str, Any]:
-    """Checks a plain dict against the module's config class; returns what the module will get."""
-    config_class = getattr(spec.module_class, "config_class", None)
-    if config_class is not None and not dataclasses.is_dataclass(spec.model_config):
-        # Only what the user set: the keys that algorithms add have other defaults.
-        shared = _as_dict(config._model_config)
-        spec.model_config = config_class.from_dict({**shared, **_as_dict(spec.model_config)})
-        config.rl_module(rl_module_spec=spec)
-    return {**config.model_config, **_as_dict(spec.model_config)}
-
-
-def _as_dict(model_config: Any) -> dict[str, Any]:
-    if model_config is None or isinstance(model_config, dict):
-        return model_config or {}
-    return dataclasses.asdict(model_config)
-
-
-def _may_be_stateful(spec: RLModuleSpec, model_config: dict[str, Any]) -> bool:
-    """False where the module certainly has no memory, and needs no `max_seq_len`."""
-    module_class = spec.module_class
-    if module_class is None or module_class.get_initial_state is RLModule.get_initial_state:
-        return False
-    if issubclass(module_class, DefaultPPORLModule):
-        return bool(model_config.get("use_lstm"))
-    return True

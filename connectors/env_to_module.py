@@ -1,13 +1,16 @@
-"""From the environments' latest observations to the module's input batch."""
+"""From the environments' latest observations to the modules' input batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
 import torch
 import tree
 from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.connectors.env_to_module import AgentToModuleMapping
+from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
@@ -15,9 +18,9 @@ from ray.rllib.utils.annotations import override
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 from ray.rllib.utils.torch_utils import convert_to_torch_tensor
 
-from connectors.rollout import RolloutMemory, rollout_memory
-from connectors.snapshots import StateSnapshot, copy_rows
-from connectors.validation import check_single_agent, device_of, initial_state, single_module
+from connectors.agents import acting_agents, batch_key, is_multi_agent, modules_by_id
+from connectors.rollout import RolloutMemory, rollout_of
+from connectors.validation import device_of
 
 
 class BuildModuleBatch(ConnectorV2):
@@ -25,8 +28,8 @@ class BuildModuleBatch(ConnectorV2):
 
     Columns that earlier pieces put into the batch are kept; `OBS` comes from the episodes if none
     did. For a module with memory each column gets a time axis, `[B, 1, ...]`, and `STATE_IN` is
-    one batched tensor tree: the last pass's `STATE_OUT`, still on its device, with the initial
-    state in the rows of episodes that have just started.
+    one batched tensor tree, still on its device: for each agent the `STATE_OUT` of its last step,
+    or the initial state if its episode has just started.
 
     Pieces behind this one see tensors.
 
@@ -56,110 +59,109 @@ class BuildModuleBatch(ConnectorV2):
         *,
         rl_module: RLModule,
         batch: dict[str, Any],
-        episodes: list[SingleAgentEpisode],
+        episodes: list[Any],
         explore: bool | None = None,
         shared_data: dict | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Returns `{column: tensors}`, a row a sub-environment."""
-        check_single_agent(episodes, self)
+        """Returns `{column: tensors}`, or `{module ID: {column: tensors}}` for several agents.
+
+        A row is a sub-environment, or an agent that has to act.
+        """
+        several = is_multi_agent(episodes)
+        if several and all(episode.is_done for episode in episodes):
+            # RLlib shows the last observations to the pieces in front of this one. No agent acts.
+            return {}
         if shared_data is None:
             shared_data = {}
-        module = single_module(rl_module)
-        memory = rollout_memory(shared_data, module)
-        device = self._device or device_of(module)
-        # RLlib's `UnBatchToIndividualItems` finds each row's episode here.
-        shared_data["memorized_map_structure"] = [episode.id_ for episode in episodes]
+        rollout = rollout_of(shared_data)
+        rollout.advance(episodes)
+        acting = acting_agents(episodes)
+        batches = {}
+        for module_id, module in modules_by_id(rl_module, acting).items():
+            memory = rollout.memory(module_id, module)
+            memory.rows = [row for row, _ in acting[module_id]]
+            agents = [agent for _, agent in acting[module_id]]
+            batches[module_id] = self._build(module_id, memory, batch, agents, episodes)
 
-        infos = batch.pop(Columns.INFOS, None)
-        columns = {column: _stack_column(column, data, episodes) for column, data in batch.items()}
+        # RLlib's `UnBatchToIndividualItems` finds the agent of each row here.
+        if not several:
+            shared_data["memorized_map_structure"] = [episode.id_ for episode in episodes]
+            return batches[DEFAULT_MODULE_ID]
+        shared_data["memorized_map_structure"] = {
+            module_id: [(episodes[i].id_, agent) for i, agent in rollout.memories[module_id].rows]
+            for module_id in batches
+        }
+        return batches
+
+    def _build(
+        self,
+        module_id: str,
+        memory: RolloutMemory,
+        batch: dict[str, Any],
+        agents: list[SingleAgentEpisode],
+        episodes: list[Any],
+    ) -> dict[str, Any]:
+        device = self._device or device_of(memory.module)
+        columns = {column: _select_items(column, data, agents) for column, data in batch.items()}
+        infos = columns.pop(Columns.INFOS, None)
+        columns = {column: _stack(items) for column, items in columns.items()}
         if Columns.OBS not in columns:
-            columns[Columns.OBS] = stack_items(
-                [episode.get_observations(-1) for episode in episodes]
-            )
+            columns[Columns.OBS] = stack_items([agent.get_observations(-1) for agent in agents])
         state_in = columns.pop(Columns.STATE_IN, None)
         tensors: dict[str, Any] = convert_to_torch_tensor(columns, device=device)
 
         if memory.row_length is not None:
             tensors = tree.map_structure(lambda leaf: leaf.unsqueeze(1), tensors)
-            if state_in is None:
-                tensors[Columns.STATE_IN] = _next_states(
-                    memory, episodes, memory.row_length, device
-                )
-            else:
-                tensors[Columns.STATE_IN] = convert_to_torch_tensor(state_in, device=device)
-            memory.state_in = tensors[Columns.STATE_IN]
+            states = memory.next_states(module_id, agents, episodes, device)
+            if state_in is not None:
+                states = convert_to_torch_tensor(state_in, device=device)
+            tensors[Columns.STATE_IN] = memory.state_in = states
         if infos is not None:
-            tensors[Columns.INFOS] = _flatten_column(Columns.INFOS, infos, episodes)
+            tensors[Columns.INFOS] = infos
         return tensors
 
 
-def _next_states(
-    memory: RolloutMemory, episodes: list[SingleAgentEpisode], row_length: int, device: str
-) -> Any:
-    """`STATE_IN` of the next pass, `[B, ...]`; fills the `end_state` of rows just completed."""
-    states, memory.state_out = memory.state_out, None
-    previous_ids = memory.episode_ids
-    memory.episode_ids = [episode.id_ for episode in episodes]
+class MapSpaces(AgentToModuleMapping):
+    """Tells RLlib which spaces the modules of several agents have; leaves the batch alone.
 
-    # No module pass since the last call: the environments were reset or acted at random.
-    if states is None or len(previous_ids) != len(episodes):
-        memory.snapshots = [None] * len(episodes)
-        return _expand(initial_state(memory.module, device), len(episodes))
+    Args:
+        input_observation_space: See `ConnectorV2`.
+        input_action_space: See `ConnectorV2`.
+        rl_module_specs: The modules' specs by ID, or just the IDs.
+        agent_to_module_mapping_fn: `config.policy_mapping_fn`.
+    """
 
-    starts: list[int] = []
-    full: list[int] = []
-    finished: list[StateSnapshot] = []
-    for row, episode in enumerate(episodes):
-        t = episode.t
-        if t == 0 or episode.id_ != previous_ids[row]:
-            starts.append(row)
-            memory.snapshots[row] = None
-        elif (t - episode.t_started) % row_length == 0 and t > episode.t_started:
-            snapshot = memory.snapshots[row]
-            if snapshot is not None:
-                full.append(row)
-                finished.append(snapshot)
-    if full:
-        # Needed even if the episode is done: its bootstrap step starts from this state.
-        for row, snapshot, state in zip(full, finished, copy_rows(states, full), strict=True):
-            snapshot.finish(episodes[row].t, state)
-    if not starts:
-        return states
+    @override(AgentToModuleMapping)
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
+        kwargs = {
+            "rl_module_specs": self._rl_module_specs,
+            "agent_to_module_mapping_fn": self._agent_to_module_mapping_fn,
+        }
+        return (self.input_observation_space, self.input_action_space), kwargs
 
-    started = torch.zeros(len(episodes), dtype=torch.bool)
-    started[starts] = True
-    started = started.to(device)
-    return tree.map_structure(
-        lambda leaf, first: torch.where(
-            started.view(-1, *(1,) * first.ndim), first.to(leaf.dtype), leaf
-        ),
-        states,
-        initial_state(memory.module, device),
-    )
+    @override(AgentToModuleMapping)
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Returns the batch as it is: `BuildModuleBatch` has done the mapping."""
+        return batch
 
 
-def _expand(state: Any, num_rows: int) -> Any:
-    return tree.map_structure(lambda leaf: leaf.expand(num_rows, *leaf.shape).clone(), state)
-
-
-def _stack_column(column: str, data: Any, episodes: list[SingleAgentEpisode]) -> Any:
-    """Batches a column that an earlier piece left in any of the forms RLlib knows."""
-    items = _flatten_column(column, data, episodes)
+def _stack(items: Any) -> Any:
     if isinstance(items, list):
         return stack_items(items, individual_items_already_have_batch_dim="auto")
     return items
 
 
-def _flatten_column(column: str, data: Any, episodes: list[SingleAgentEpisode]) -> Any:
-    """One item a sub-environment, in the episodes' order; batched data is returned as it is."""
+def _select_items(column: str, data: Any, agents: Sequence[SingleAgentEpisode]) -> Any:
+    """One item an agent, in order, from any of the forms that RLlib knows; batches stay as is."""
     if not (isinstance(data, dict) and data and isinstance(next(iter(data)), tuple)):
         return data
-    missing = [episode.id_ for episode in episodes if (episode.id_,) not in data]
+    keys = [batch_key(agent) for agent in agents]
+    missing = [key for key in keys if key not in data]
     if missing:
         raise ValueError(
-            f"Column `{column}` has no item for {len(missing)} of {len(episodes)} episodes (first: "
+            f"Column `{column}` has no item for {len(missing)} of {len(keys)} episodes (first: "
             f"{missing[0]}). An env-to-module connector must add an item for each episode, e.g. "
             "with `self.add_batch_item(batch, column, item, episode)`."
         )
-    return [item for episode in episodes for item in data[(episode.id_,)]]
+    return [item for key in keys for item in data[key]]

@@ -9,7 +9,6 @@ import gymnasium as gym
 import numpy as np
 import tree
 from ray.rllib.connectors.connector_v2 import ConnectorV2
-from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
@@ -18,9 +17,10 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from ray.rllib.utils.spaces.space_utils import BatchedNdArray
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 
+from connectors.agents import agents_by_module, batch_key, modules_by_id
 from connectors.layout import RowLayout
 from connectors.row_states import row_states
-from connectors.validation import check_single_agent, row_length, single_module
+from connectors.validation import row_length
 
 NUM_REBUILT_ROWS = "num_rows_with_rebuilt_state"
 NUM_STALE_ROWS = "num_rows_with_stale_state"
@@ -31,8 +31,9 @@ class BuildTrainBatch(ConnectorV2):
 
     Stands in front of RLlib's default learner pieces, which find their work done. The rows, their
     order, padding and values are those of RLlib's own pieces. Columns that earlier pieces put into
-    the batch, one item or one `BatchedNdArray` slice a step, are laid out too. Batches of modules
-    without memory are left to RLlib.
+    the batch, one item or one `BatchedNdArray` slice a step, are laid out too. Where no module has
+    memory, all is left to RLlib; next to modules with memory the others get their steps without
+    rows.
 
     States come from the snapshots that the episodes hold (see `StateSnapshot`); from the states of
     single steps where RLlib's default connectors recorded the episodes; and are the initial state
@@ -58,49 +59,74 @@ class BuildTrainBatch(ConnectorV2):
         *,
         rl_module: RLModule,
         batch: dict[str, Any],
-        episodes: list[SingleAgentEpisode],
+        episodes: list[Any],
         explore: bool | None = None,
         shared_data: dict | None = None,
         metrics: MetricsLogger | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Returns `{column: {key: [one array (B, T, ...)]}}`."""
-        check_single_agent(episodes, self)
+        """Returns `{column: {key: [one array (B, T, ...)]}}`, a key a module."""
         if rl_module is None or Columns.STATE_IN in batch or not episodes:
             return batch
-        module = single_module(rl_module)
-        max_seq_len = row_length(module)
-        if max_seq_len is None:
+        groups = agents_by_module(episodes)
+        modules = modules_by_id(rl_module, groups)
+        row_lengths = {module_id: row_length(module) for module_id, module in modules.items()}
+        if all(length is None for length in row_lengths.values()):
             return batch
         if shared_data is None:
             shared_data = {}
 
-        layout = RowLayout([len(episode) for episode in episodes], max_seq_len)
-        # Lists of one part an episode, or the concatenated steps of all episodes.
-        steps = {
-            column: _collect_column(column, data, episodes, layout)
-            for column, data in batch.items()
-            if column != Columns.INFOS
-        }
-        given = set(steps)
-        _add_episode_columns(steps, episodes)
-        key = (episodes[0].id_,)
-        for column, parts in steps.items():
-            batch[column] = {key: [_pad_column(layout, parts)]}
-
-        batch[Columns.SEQ_LENS] = {key: [BatchedNdArray(layout.seq_lens)]}
-        if Columns.LOSS_MASK not in batch:
-            batch[Columns.LOSS_MASK] = {key: [BatchedNdArray(layout.valid)]}
-        states, num_rebuilt, num_stale = row_states(
-            module, episodes, layout, steps, obs_given=Columns.OBS in given
-        )
-        batch[Columns.STATE_IN] = {key: [tree.map_structure(BatchedNdArray, states)]}
-        # RLlib asks for this before it shuffles rows.
-        shared_data[f"_zero_padded_for_mid={DEFAULT_MODULE_ID}"] = True
-        if metrics is not None:
-            for name, value in ((NUM_REBUILT_ROWS, num_rebuilt), (NUM_STALE_ROWS, num_stale)):
-                metrics.log_value((DEFAULT_MODULE_ID, name), value, reduce="sum")
+        given = {column: data for column, data in batch.items() if column != Columns.INFOS}
+        # RLlib's default pieces stand aside for all modules where they find this column.
+        result: dict[str, Any] = {Columns.STATE_IN: {}}
+        for module_id, agents in groups.items():
+            columns, counts = _build(
+                modules.get(module_id), row_lengths.get(module_id), given, agents
+            )
+            for column, data in columns.items():
+                result.setdefault(column, {})[batch_key(agents[0])] = [data]
+            if Columns.STATE_IN not in columns:
+                continue
+            # RLlib asks for this before it shuffles rows.
+            shared_data[f"_zero_padded_for_mid={module_id}"] = True
+            if metrics is not None:
+                for name, count in counts.items():
+                    metrics.log_value((module_id, name), count, reduce="sum")
+        batch.update(result)
         return batch
+
+
+def _build(
+    module: RLModule | None,
+    max_seq_len: int | None,
+    given: dict[str, Any],
+    agents: list[SingleAgentEpisode],
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """All columns of a module, in rows if it has memory; how many rows had which states."""
+    layout = RowLayout([len(agent) for agent in agents], max_seq_len or 1)
+    # Lists of one part an episode, or the concatenated steps of all episodes.
+    steps = {
+        column: _collect_column(column, data, agents, layout) for column, data in given.items()
+    }
+    _add_episode_columns(steps, agents)
+    if module is None or max_seq_len is None:
+        return {column: _join_column(parts) for column, parts in steps.items()}, {}
+
+    columns = {column: _pad_column(layout, parts) for column, parts in steps.items()}
+    columns[Columns.SEQ_LENS] = BatchedNdArray(layout.seq_lens)
+    if Columns.LOSS_MASK not in columns:
+        columns[Columns.LOSS_MASK] = BatchedNdArray(layout.valid)
+    states, num_rebuilt, num_stale = row_states(
+        module, agents, layout, steps, obs_given=Columns.OBS in given
+    )
+    columns[Columns.STATE_IN] = tree.map_structure(BatchedNdArray, states)
+    return columns, {NUM_REBUILT_ROWS: num_rebuilt, NUM_STALE_ROWS: num_stale}
+
+
+def _join_column(parts: Any) -> Any:
+    if not isinstance(parts, list):
+        return tree.map_structure(BatchedNdArray, parts)
+    return tree.map_structure(lambda *leaves: BatchedNdArray(np.concatenate(leaves)), *parts)
 
 
 def _pad_column(layout: RowLayout, parts: Any) -> Any:
@@ -116,7 +142,7 @@ def _collect_column(
 ) -> Any:
     """The steps of a column that an earlier piece put into the batch."""
     try:
-        items = [data[(episode.id_,)] for episode in episodes]
+        items = [data[batch_key(episode)] for episode in episodes]
     except (KeyError, TypeError, IndexError):
         raise ValueError(
             f"Column `{column}` does not hold one list of items an episode, as a learner connector "

@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 import tree
-from ray.rllib.core import DEFAULT_MODULE_ID
-from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.core.rl_module.rl_module import RLModule
-from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 
 
-def check_max_seq_len(model_config: Any) -> int:
-    """Returns `max_seq_len` of a model config.
+def check_max_seq_len(model_config: Any, name: str) -> int:
+    """Returns `max_seq_len` of a model config; `name` says whose.
 
     Raises:
         ValueError: if it is missing, no integer, or below 1.
@@ -21,37 +18,16 @@ def check_max_seq_len(model_config: Any) -> int:
     if "max_seq_len" not in model_config:
         raise ValueError(
             "`max_seq_len` is missing: a module with memory is trained on rows of that many "
-            "timesteps. Set it in the module's config, e.g. "
+            f"timesteps. Set it in the config of `{name}`, e.g. "
             "`RLModuleSpec(model_config={'max_seq_len': 64, ...})`."
         )
     value = model_config["max_seq_len"]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(
             f"`max_seq_len` is {value!r}, but must be an integer of at least 1: the number of "
-            "timesteps of a training row. Common values are 20 to 256."
+            f"timesteps of a training row of `{name}`. Common values are 20 to 256."
         )
     return value
-
-
-def check_single_agent(episodes: list[Any], connector: Any) -> None:
-    """Raises if the episodes are multi-agent ones.
-
-    Raises:
-        ValueError: if they are.
-    """
-    if episodes and isinstance(episodes[0], MultiAgentEpisode):
-        raise ValueError(
-            f"`{type(connector).__name__}` got a `MultiAgentEpisode`, but serves single-agent "
-            "episodes only. Train one agent, or leave `connect` out: modules with memory also "
-            "run on RLlib's default connectors."
-        )
-
-
-def single_module(rl_module: Any) -> RLModule:
-    """The one module of a single-agent setup, unwrapped from DDP."""
-    if isinstance(rl_module, MultiRLModule):
-        rl_module = rl_module[DEFAULT_MODULE_ID]
-    return rl_module.unwrapped()
 
 
 def device_of(module: RLModule) -> str:
@@ -78,7 +54,7 @@ def row_length(module: RLModule) -> int | None:
         )
     if not module.is_stateful():
         return None
-    return check_max_seq_len(module.model_config)
+    return check_max_seq_len(module.model_config, type(module).__name__)
 
 
 def initial_state(module: RLModule, device: torch.device | str | None = None) -> Any:

@@ -64,6 +64,10 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Loads weights, all or none.
 
+        A state of an inference-only module is a whole one: what serves training only, and is not
+        in it, stays as it is. RLlib sends such states to the EnvRunners, whose modules are
+        complete where they come from a `MultiRLModuleSpec`.
+
         Raises:
             ValueError: On missing, unexpected or mis-shaped entries, which it names. The weights
                 stay as they were.
@@ -71,6 +75,8 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         own = self.state_dict()
         training_only = tuple(f"{name}." for name in self.get_non_inference_attributes())
         missing = own.keys() - state.keys()
+        if not any(key.startswith(training_only) for key in state):
+            missing = {key for key in missing if not key.startswith(training_only)}
         unexpected = {
             key
             for key in state.keys() - own.keys()
@@ -87,4 +93,4 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 f"unexpected {sorted(unexpected)}, mis-shaped {sorted(mis_shaped)}. Nothing was "
                 "loaded. Build the module with the config that the state was saved with."
             )
-        super().set_state({key: state[key] for key in own})
+        super().set_state({key: state[key] for key in own if key in state})

@@ -2,6 +2,7 @@
 
 import gymnasium as gym
 import numpy as np
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
 
 
 class RandomObservations(gym.Env):
@@ -34,3 +35,80 @@ class RandomObservations(gym.Env):
 
     def _observation(self):
         return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
+
+class RandomAgents(MultiAgentEnv):
+    """Several agents that see random numbers, in episodes of 3 to 40 steps.
+
+    Config:
+        schedule: When which agent acts. "together"; "turns", one after the other; "rates", agent
+            k every k + 1 steps; "lives", each agent appears and dies at random times, terminated
+            or truncated.
+        num_agents: Named "a0", "a1" and so on.
+        truncate: Whether episodes end truncated instead of terminated.
+        action_spaces: By agent; `Discrete(2)` for all others.
+        fails_at: Step of the environment's life at which it raises, once.
+    """
+
+    def __init__(self, config=None):
+        super().__init__()
+        config = dict(config or {})
+        self.schedule = config.get("schedule", "together")
+        self.truncate = config.get("truncate", False)
+        self.fails_at = config.get("fails_at")
+        self.possible_agents = [f"a{k}" for k in range(config.get("num_agents", 3))]
+        spaces = config.get("action_spaces", {})
+        self.observation_spaces = {
+            agent: gym.spaces.Box(-1.0, 1.0, (3,), np.float32) for agent in self.possible_agents
+        }
+        self.action_spaces = {
+            agent: spaces.get(agent, gym.spaces.Discrete(2)) for agent in self.possible_agents
+        }
+        self.rng = np.random.default_rng(config.get("seed", 0))
+        self.num_steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        self.length = int(self.rng.integers(3, 41))
+        self.births = dict.fromkeys(self.possible_agents, 0)
+        self.deaths = dict.fromkeys(self.possible_agents, self.length)
+        if self.schedule == "lives":
+            for agent in self.possible_agents[1:]:
+                self.births[agent] = int(self.rng.integers(0, self.length))
+                self.deaths[agent] = self.births[agent] + int(self.rng.integers(1, 12))
+        self.agents = [agent for agent in self.possible_agents if self.births[agent] == 0]
+        return {agent: self._see() for agent in self.agents if self._sees(agent)}, {}
+
+    def step(self, actions):
+        self.t += 1
+        self.num_steps += 1
+        if self.num_steps == self.fails_at:
+            raise RuntimeError("the environment broke")
+        over = self.t == self.length
+        dead = [agent for agent in self.agents if over or self.deaths[agent] <= self.t]
+        terminated = dict.fromkeys(dead, not self.truncate)
+        truncated = dict.fromkeys(dead, self.truncate)
+        if not over:
+            terminated |= dict.fromkeys(dead, self.t % 2 == 0)
+            truncated |= dict.fromkeys(dead, self.t % 2 == 1)
+            self.agents = [agent for agent in self.agents if agent not in dead]
+            self.agents += [agent for agent, birth in self.births.items() if birth == self.t]
+        seeing = dict.fromkeys([*dead, *filter(self._sees, self.agents)])
+        return (
+            {agent: self._see() for agent in seeing},
+            {agent: float(np.mean(actions.get(agent, 0.0))) for agent in (*actions, *seeing)},
+            terminated | {"__all__": over and not self.truncate},
+            truncated | {"__all__": over and self.truncate},
+            {},
+        )
+
+    def _sees(self, agent):
+        number = self.possible_agents.index(agent)
+        if self.schedule == "turns":
+            return self.t % len(self.possible_agents) == number
+        if self.schedule == "rates":
+            return self.t % (number + 1) == 0
+        return True
+
+    def _see(self):
+        return self.rng.uniform(-1, 1, 3).astype(np.float32)

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import gymnasium as gym
 import pytest
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.appo import APPOConfig
@@ -12,11 +13,13 @@ from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.env_to_module import EnvToModulePipeline
 from ray.rllib.connectors.module_to_env import (
     ListifyDataForVectorEnv,
+    ModuleToAgentUnmapping,
     NormalizeAndClipActions,
     UnBatchToIndividualItems,
 )
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from connectors import (
     BuildModuleBatch,
@@ -27,6 +30,8 @@ from connectors import (
     SampleActions,
     connect,
 )
+from connectors.env_to_module import MapSpaces
+from connectors.module_specs import validated_row_lengths
 from tests.connectors.helpers import BOX, DISCRETE, CountingRLModule, lstm_config
 
 SPACES = {"__env_single__": (BOX, DISCRETE)}
@@ -208,15 +213,90 @@ def test_algorithm():
         connect(APPOConfig())
 
 
-def test_multi_agent():
-    config = lstm_config(8).multi_agent(policies={"a", "b"}, policy_mapping_fn=lambda *_: "a")
-    with pytest.raises(ValueError, match="multi-agent"):
+class PolicyOnlyRLModule(TorchRLModule):
+    pass
+
+
+def several_agents(specs, **model_config):
+    config = PPOConfig().multi_agent(policies={"a", "b"}, policy_mapping_fn=lambda *_: "a")
+    return config.rl_module(model_config=model_config, rl_module_spec=specs)
+
+
+def counting(max_seq_len):
+    return RLModuleSpec(CountingRLModule, model_config={"max_seq_len": max_seq_len})
+
+
+def multi(**specs):
+    return MultiRLModuleSpec(rl_module_specs=specs)
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        pytest.param(counting(8), {"a": 8, "b": 8}, id="one spec for all"),
+        pytest.param(multi(a=counting(8), b=counting(4)), {"a": 8, "b": 4}, id="one each"),
+        pytest.param(multi(a=counting(8)), {"a": 8, "b": 16}, id="default"),
+        pytest.param(multi(a=counting(8), c=counting(3)), {"a": 8, "b": 16, "c": 3}, id="more"),
+    ],
+)
+def test_row_lengths_of_several_modules(specs, expected):
+    shared = {"use_lstm": True, "max_seq_len": 16}
+    assert validated_row_lengths(several_agents(specs, **shared)) == expected
+
+
+def test_modules_without_memory_among_several():
+    specs = multi(a=counting(8), b=RLModuleSpec(model_config={"use_lstm": False}))
+    assert validated_row_lengths(several_agents(specs)) == {"a": 8}
+
+
+def test_settings_of_several_modules_are_checked():
+    with pytest.raises(ValueError, match=r"`max_seq_len` is 0, .* row of `b`"):
+        connect(several_agents(multi(a=counting(8), b=counting(0))))
+    config = several_agents(multi(a=counting(8), b=counting(64))).training(minibatch_size=63)
+    with pytest.raises(ValueError, match="`minibatch_size` is 63"):
         connect(config)
-    config = lstm_config(8).rl_module(
-        rl_module_spec=MultiRLModuleSpec(rl_module_specs={"default_policy": RLModuleSpec()})
+    wrong = RLModuleSpec(ConfiguredRLModule, model_config={"max_seq_length": 8})
+    with pytest.raises(ValueError, match="unknown"):
+        connect(several_agents(multi(a=counting(8), b=wrong)))
+    plain = RLModuleSpec(ConfiguredRLModule, model_config={"max_seq_len": 8})
+    config = connect(several_agents(multi(a=counting(8), b=plain)))
+    assert config.rl_module_spec["b"].model_config == CountingConfig(max_seq_len=8)
+
+
+def test_several_modules_for_a_single_agent():
+    with pytest.raises(ValueError, match="has the modules `a`, but the config has a single agent"):
+        connect(lstm_config(8).rl_module(rl_module_spec=multi(a=counting(8))))
+    model = RLModuleSpec(PolicyOnlyRLModule, learner_only=True)
+    specs = multi(default_policy=counting(8), model=model)
+    connect(lstm_config(8).rl_module(rl_module_spec=specs))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_plugs_into_a_config_of_several_agents(times):
+    config = several_agents(multi(a=counting(8), b=counting(4))).env_runners(
+        module_to_env_connector=first_and_second
     )
-    with pytest.raises(ValueError, match="multi-agent"):
+    for _ in range(times):
         connect(config)
+    spaces = {
+        "__env_single__": tuple(
+            gym.spaces.Dict({"x": space, "y": space}) for space in (BOX, DISCRETE)
+        )
+    }
+    env_to_module = config.build_env_to_module_connector(spaces=spaces, device="cpu")
+    assert kinds(env_to_module) == [BuildModuleBatch, MapSpaces]
+    # RLlib builds the modules with these spaces.
+    assert env_to_module.observation_space == gym.spaces.Dict({"a": BOX, "b": BOX})
+    assert env_to_module.action_space == gym.spaces.Dict({"a": DISCRETE, "b": DISCRETE})
+    assert kinds(config.build_module_to_env_connector(spaces=spaces)) == [
+        SampleActions,
+        UnBatchToIndividualItems,
+        ModuleToAgentUnmapping,
+        First,
+        Second,
+        NormalizeAndClipActions,
+        ListifyDataForVectorEnv,
+    ]
 
 
 def test_default_pieces_of_the_learner_are_needed():

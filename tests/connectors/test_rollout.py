@@ -17,7 +17,6 @@ from ray.rllib.connectors.module_to_env.unbatch_to_individual_items import (
 )
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
-from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.utils.numpy import convert_to_numpy
@@ -401,12 +400,6 @@ def test_state_that_is_no_dict_is_an_error():
     runner = make_runner(True, config=config)
     with pytest.raises(TypeError, match="`get_initial_state` of `ListState` returned a list"):
         runner.sample(num_timesteps=3)
-
-
-def test_multi_agent_episodes_are_an_error():
-    for piece in (BuildModuleBatch(), SampleActions()):
-        with pytest.raises(ValueError, match="serves single-agent episodes only"):
-            piece(rl_module=None, batch={}, episodes=[MultiAgentEpisode()], shared_data={})
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,16 @@ def test_inference_only(vf_share_layers):
         assert_trees_equal(other.forward_inference(batch), expected)
     learner.make_target_networks()
     runner.set_state(learner.get_state())
-    with pytest.raises(ValueError, match=r"missing .*value_head"):
-        learner.set_state(runner.get_state())
+    # With a `MultiRLModuleSpec` the EnvRunners' modules are complete, and get such states, too.
+    whole = build(vf_share_layers=vf_share_layers)
+    own = copy.deepcopy(whole.state_dict())
+    whole.set_state(runner.get_state())
+    assert_trees_equal(whole.forward_inference(batch), expected)
+    for key, value in whole.state_dict().items():
+        assert key in runner.state_dict() or torch.equal(value, own[key])
+    some = {**runner.get_state(), "value_head.net.0.bias": np.zeros(1, np.float32)}
+    with pytest.raises(ValueError, match=r"missing \['value_head.net.0.weight'\]"):
+        whole.set_state(some)
 
 
 def test_set_state_is_all_or_nothing():
