@@ -4,7 +4,12 @@ from connectors.advantages import ComputeAdvantages
 from connectors.connect import connect
 from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+from connectors.learners import (
+    MemoryAPPOTorchLearner,
+    MemoryIMPALATorchLearner,
+    MemoryLearnerMixin,
+    MemoryPPOTorchLearner,
+)
 from connectors.module_to_env import FormatActions, SampleActions
 from connectors.snapshots import StateSnapshot
 
@@ -13,6 +18,8 @@ __all__ = [
     "BuildTrainBatch",
     "ComputeAdvantages",
     "FormatActions",
+    "MemoryAPPOTorchLearner",
+    "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "SampleActions",

@@ -57,7 +57,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     ```
 
     Args:
-        config: A PPO config with a single-agent module. It is changed in place.
+        config: A PPO, APPO or IMPALA config with a single-agent module. It is changed in place.
 
     Returns:
         The same config.
@@ -89,7 +89,9 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
         add_default_connectors_to_module_to_env_pipeline=False,
     )
     config.learners(
-        learner_connector=_wrap(_build_learner, user["learner"]),
+        learner_connector=_wrap(
+            _build_learner, user["learner"], bootstrap_slot=support.bootstrap_slot
+        ),
         learner_class=learner,
     )
     return config
@@ -153,11 +155,15 @@ def _build_module_to_env(
 
 
 def _build_learner(
-    user: Callable | None, observation_space: Any, action_space: Any
+    user: Callable | None,
+    observation_space: Any,
+    action_space: Any,
+    *,
+    bootstrap_slot: bool,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "learner_connector", observation_space, action_space)
     if not _contains(pieces, BuildTrainBatch):
-        pieces.append(BuildTrainBatch())
+        pieces.append(BuildTrainBatch(bootstrap_slot=bootstrap_slot))
     return pieces
 
 

@@ -21,6 +21,7 @@ from ray.rllib.utils.spaces.space_utils import batch as stack_items
 from connectors.layout import RowLayout
 from connectors.row_states import row_states
 from connectors.validation import check_single_agent, row_length, single_module
+from connectors.vtrace import VTraceLayout, neutralize
 
 NUM_REBUILT_ROWS = "num_rows_with_rebuilt_state"
 NUM_STALE_ROWS = "num_rows_with_stale_state"
@@ -39,18 +40,28 @@ class BuildTrainBatch(ConnectorV2):
     where nothing was recorded.
 
     Pieces behind this one see each column as one array under a single key.
+
+    Args:
+        input_observation_space: See `ConnectorV2`.
+        input_action_space: See `ConnectorV2`.
+        bootstrap_slot: Whether each row has one slot more, for the step that follows its last one,
+            as V-trace needs it. For episodes that end in RLlib's appended bootstrap step.
     """
 
     def __init__(
         self,
         input_observation_space: gym.Space | None = None,
         input_action_space: gym.Space | None = None,
+        *,
+        bootstrap_slot: bool = False,
     ):
         super().__init__(input_observation_space, input_action_space)
+        self.bootstrap_slot = bootstrap_slot
 
     @override(ConnectorV2)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
-        return (self.input_observation_space, self.input_action_space), {}
+        kwargs = {"bootstrap_slot": self.bootstrap_slot}
+        return (self.input_observation_space, self.input_action_space), kwargs
 
     @override(ConnectorV2)
     def __call__(
@@ -75,7 +86,8 @@ class BuildTrainBatch(ConnectorV2):
         if shared_data is None:
             shared_data = {}
 
-        layout = RowLayout([len(episode) for episode in episodes], max_seq_len)
+        layout_class = VTraceLayout if self.bootstrap_slot else RowLayout
+        layout = layout_class([len(episode) for episode in episodes], max_seq_len)
         # Lists of one part an episode, or the concatenated steps of all episodes.
         steps = {
             column: _collect_column(column, data, episodes, layout)
@@ -91,6 +103,8 @@ class BuildTrainBatch(ConnectorV2):
         batch[Columns.SEQ_LENS] = {key: [BatchedNdArray(layout.seq_lens)]}
         if Columns.LOSS_MASK not in batch:
             batch[Columns.LOSS_MASK] = {key: [BatchedNdArray(layout.valid)]}
+        if isinstance(layout, VTraceLayout):
+            neutralize({column: data[key][0] for column, data in batch.items()}, layout)
         states, num_rebuilt, num_stale = row_states(
             module, episodes, layout, steps, obs_given=Columns.OBS in given
         )

@@ -10,7 +10,7 @@ from ray.rllib.connectors.learner import GeneralAdvantageEstimation
 from ray.rllib.core import ALL_MODULES
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
-from ray.rllib.utils.typing import ModuleID, ParamDict
+from ray.rllib.utils.typing import ParamDict
 
 from connectors.advantages import ComputeAdvantages
 
@@ -48,12 +48,12 @@ class MemoryLearnerMixin(TorchLearner):
             pipeline.remove(GeneralAdvantageEstimation)
 
     @override(TorchLearner)
-    def compute_gradients(self, loss_per_module: dict[ModuleID, Any], **kwargs: Any) -> ParamDict:
-        """Computes gradients and remembers their largest entry."""
-        gradients = super().compute_gradients(loss_per_module, **kwargs)
-        # Before clipping: clipping by value turns an infinity into a valid number.
-        self._largest_raw_gradient = _largest(gradients)
-        return gradients
+    def postprocess_gradients(self, gradients_dict: ParamDict) -> ParamDict:
+        """Clips gradients and remembers their largest entry from before."""
+        # Clipping by value turns an infinity into a valid number. Here and not where gradients are
+        # computed: IMPALA's Learners have averaged them by now, so that all decide the same.
+        self._largest_raw_gradient = _largest(gradients_dict)
+        return super().postprocess_gradients(gradients_dict)
 
     @override(TorchLearner)
     def apply_gradients(self, gradients_dict: ParamDict) -> None:
