@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import math
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.appo.appo import APPOConfig
@@ -100,14 +99,15 @@ def check_minibatch_size(
     if minibatch_size is None or not row_lengths:
         return
     slots = max(row_lengths.values()) + bootstrap_slot
-    # Not at the number itself: RLlib takes `int(B * (minibatch_size / N))` rows, and rounds
-    # 49 * (1 / 49) down to 0.
-    if minibatch_size <= slots:
+    # One more than the slots: RLlib takes `int(B * (minibatch_size / N))` rows, and 49 full ones
+    # times 1 / 49 is less than 1 to a computer.
+    needed = slots + 1
+    if minibatch_size < needed:
         raise ValueError(
-            f"`minibatch_size` is {minibatch_size}, but must be above {slots}, the slots of a row "
-            f"at `max_seq_len` = {max(row_lengths.values())}: a minibatch is made of whole rows, "
-            "and RLlib would loop forever on empty ones. Set "
-            f"`config.training(minibatch_size=...)` to {slots + 1} or more."
+            f"`minibatch_size` is {minibatch_size}, but must be at least {needed}, above the "
+            f"{slots} slots of a row: a minibatch is made of whole rows, and RLlib would loop "
+            "forever on empty ones. Set `config.training(minibatch_size=...)` to that or more, or "
+            "lower `max_seq_len`."
         )
 
 
@@ -139,7 +139,7 @@ def _prepare_impala(config: IMPALAConfig, row_lengths: RowLengths) -> None:
 def _check_samples_for_all_learners(config: IMPALAConfig, num_learners: int) -> None:
     if num_learners < 2 or config.num_aggregator_actors_per_learner:
         return
-    steps = config.num_envs_per_env_runner * config.get_rollout_fragment_length()
+    steps = (config.num_envs_per_env_runner or 1) * config.get_rollout_fragment_length()
     # RLlib deals out whole samples, and a Learner without one fails while the others wait for it.
     if math.ceil(config.total_train_batch_size / steps) < num_learners:
         raise ValueError(

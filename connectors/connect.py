@@ -162,6 +162,14 @@ def _build_learner(
     bootstrap_slot: bool,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "learner_connector", observation_space, action_space)
+    for piece in pieces:
+        if isinstance(piece, BuildTrainBatch) and piece.bootstrap_slot != bootstrap_slot:
+            raise ValueError(
+                f"`bootstrap_slot` of the `BuildTrainBatch` in your `learner_connector` is "
+                f"{piece.bootstrap_slot}, but must be {bootstrap_slot} for this algorithm: V-trace "
+                "(APPO, IMPALA) needs that slot, advantages (PPO) are computed without it. Set "
+                f"`BuildTrainBatch(bootstrap_slot={bootstrap_slot})`."
+            )
     if not _contains(pieces, BuildTrainBatch):
         pieces.append(BuildTrainBatch(bootstrap_slot=bootstrap_slot))
     return pieces

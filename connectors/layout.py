@@ -32,7 +32,7 @@ class RowLayout:
         num_steps: Number N of steps.
     """
 
-    def __init__(self, lengths: Sequence[int], max_seq_len: int):
+    def __init__(self, lengths: Sequence[int] | np.ndarray, max_seq_len: int):
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.max_seq_len = self.width = max_seq_len
         self.rows_per_episode = -(-self.lengths // max_seq_len)

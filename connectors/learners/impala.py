@@ -29,7 +29,7 @@ class MemoryIMPALATorchLearner(MemoryLearnerMixin, IMPALATorchLearner):
         for module_batch in batch.policy_batches.values():
             if Columns.STATE_IN in module_batch:
                 module_batch.zero_padded = True
-        if self.config.num_epochs > 1 and self.config.minibatch_size is None:
+        if self.config.minibatch_size is None and self.config.num_epochs != 1:
             # RLlib takes the environment steps for the size of a minibatch that is to be all rows.
             batch.count = max(len(rows) for rows in batch.policy_batches.values())
         return batch

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 import math
 
 import numpy as np
@@ -14,11 +15,13 @@ from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core.columns import Columns
+from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.minibatch_utils import MiniBatchCyclicIterator
 
 from connectors import BuildTrainBatch, connect
+from connectors.learners import NUM_NONFINITE_GRADIENTS
 from connectors.vtrace import NEUTRAL_LOGP, VTraceLayout
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 from tests.connectors.helpers import BOX, DISCRETE, make_episodes, with_snapshots
@@ -317,7 +320,7 @@ def test_rows_may_be_shuffled_and_cut_into_minibatches(algorithm, make_learner):
         orders.append(columns["row"].tolist())
         expected = sum((rows[row] for row in orders[-1]), Row()).loss
         assert loss_of(learner, columns).item() == pytest.approx(expected, rel=1e-5)
-    flat = sum(orders, [])
+    flat = [row for order in orders for row in order]
     assert set(flat) == set(range(len(rows)))
     assert flat[: len(rows)] != sorted(flat[: len(rows)])
     assert len(orders) > 4
@@ -344,6 +347,62 @@ def test_rllib_loses_bootstrap_values(algorithm, make_learner):
     # Wrong: the bootstrap step shares the row; the rows were shuffled.
     assert relative_error([(6, 0, "truncated")]) > 1e-3
     assert relative_error([(8, 0, "truncated"), (4, 0, "cut")], order=[3, 0, 2, 4, 1]) > 1e-3
+
+
+# The Learner's thread.
+
+
+def update(learner, episodes, **settings):
+    training_data = TrainingData(episodes=copy.deepcopy(episodes))
+    return learner.update(training_data, timesteps={}, **settings)
+
+
+@pytest.mark.ray
+def test_an_epoch_over_all_rows_is_one_update(make_learner):
+    """RLlib's count of a whole batch falls short of our rows, which hold some steps twice."""
+    config = connect(make_config("IMPALA", T).training(num_epochs=3))
+    learner = make_learner(config)
+    module = learner.module["default_policy"]
+    num_rows = []
+    forward_train = module.forward_train
+
+    def spy(batch):
+        num_rows.append(len(batch[Columns.SEQ_LENS]))
+        return forward_train(batch)
+
+    module.forward_train = spy
+    update(learner, make_episodes(module, CHUNKS), num_epochs=3)
+    assert len(num_rows) == 3
+    assert len(set(num_rows)) == 1
+    assert num_rows[0] == sum(-(-length // T) for length, _, _ in CHUNKS)
+
+
+@pytest.mark.ray
+@ALGORITHMS
+def test_nonfinite_gradients_leave_the_weights_alone(algorithm, make_learner, caplog):
+    config = make_config(algorithm, T)
+    if algorithm == "APPO":
+        config.training(circular_buffer_iterations_per_batch=1)
+    learner = make_learner(connect(config))
+    module = learner.module["default_policy"]
+    episodes = make_episodes(module, CHUNKS)
+
+    def weights():
+        return {name: p.clone() for name, p in module.named_parameters() if p.requires_grad}
+
+    update(learner, episodes)
+    before = weights()
+    parameter = next(module.value_head.parameters())
+    handle = parameter.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
+    with caplog.at_level(logging.WARNING, logger="rllib_memory"):
+        result = update(learner, episodes)
+    handle.remove()
+    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] == 1
+    assert "Skipped an update" in caplog.text
+    assert all(torch.equal(before[name], weight) for name, weight in weights().items())
+    result = update(learner, episodes)
+    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] == 0
+    assert any(not torch.equal(before[name], weight) for name, weight in weights().items())
 
 
 # The rows.
