@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import tree
-from ray.rllib.algorithms.appo import APPOConfig
+from ray.rllib.algorithms.appo import APPO, APPOConfig
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.core.columns import Columns
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from connectors import MemoryAPPOTorchLearner, MemoryIMPALATorchLearner, connect
@@ -63,18 +64,35 @@ class RecordingIMPALA(Recording, MemoryIMPALATorchLearner):
     pass
 
 
-def build(algorithm, *, fragment, env_config=None, learners=None, env_runners=None, **training):
+def deep(**settings):
+    small = {
+        "fcnet_hiddens": [8],
+        "d_model": 8,
+        "num_heads": 2,
+        "head_dim": 4,
+        "feedforward_dim": 8,
+        "compile": False,
+    }
+    return DeepLinearAttentionConfig(max_seq_len=T, **{**small, **settings})
+
+
+LSTM = DefaultModelConfig(use_lstm=True, max_seq_len=T, lstm_cell_size=8, fcnet_hiddens=[8])
+
+
+def build(
+    algorithm,
+    *,
+    fragment,
+    model_config=None,
+    env_config=None,
+    learners=None,
+    env_runners=None,
+    **training,
+):
     spec = RLModuleSpec(
-        module_class=DeepLinearAttentionRLModule,
-        model_config=DeepLinearAttentionConfig(
-            max_seq_len=T,
-            fcnet_hiddens=[8],
-            d_model=8,
-            num_heads=2,
-            head_dim=4,
-            feedforward_dim=8,
-            compile=False,
-        ),
+        # None: the algorithm's own module.
+        module_class=None if model_config is LSTM else DeepLinearAttentionRLModule,
+        model_config=model_config or deep(),
     )
     config, learner_class = {
         "APPO": (APPOConfig(), RecordingAPPO),
@@ -97,7 +115,7 @@ def build(algorithm, *, fragment, env_config=None, learners=None, env_runners=No
     return connect(config).build_algo()
 
 
-def train(algo, iterations):
+def train(algo, iterations, *, tolerance=1e-5):
     """Results of the module's updates, one dict an iteration that had any."""
     results = []
     try:
@@ -110,7 +128,7 @@ def train(algo, iterations):
                 results.append(result)
     finally:
         algo.stop()
-    assert max(result["error"] for result in results) < 1e-5
+    assert max(result["error"] for result in results) < tolerance
     # The test sees a wrong state.
     assert max(result["error_without_state"] for result in results) > 1e-4
     assert all(result["num_slots"] == T + 1 for result in results)
@@ -131,9 +149,26 @@ def test_rows_and_fragments(algorithm, fragment):
         assert result["num_real_steps"] / result["num_updates"] >= NUM_ENVS * fragment
 
 
-def test_continuous_actions_and_truncated_episodes():
+@pytest.mark.parametrize(
+    "model_config",
+    [pytest.param(deep(vf_share_layers=False), id="two memories"), pytest.param(LSTM, id="lstm")],
+)
+def test_modules_with_continuous_actions_and_truncated_episodes(model_config):
     env_config = {"action_space": gym.spaces.Box(-0.1, 0.1, (2,), np.float32), "truncate": True}
-    train(build("APPO", fragment=19, env_config=env_config), 3)
+    train(build("APPO", fragment=19, model_config=model_config, env_config=env_config), 3)
+
+
+@pytest.mark.gpu
+def test_shuffled_minibatches_on_a_gpu():
+    algo = build(
+        "APPO",
+        fragment=16,
+        learners={"num_gpus_per_learner": 1},
+        num_epochs=2,
+        minibatch_size=32,
+        shuffle_batch_per_epoch=True,
+    )
+    train(algo, 2, tolerance=1e-4)
 
 
 def test_shuffled_minibatches_from_an_aggregator_actor():
@@ -150,6 +185,34 @@ def test_shuffled_minibatches_from_an_aggregator_actor():
     # Two epochs of two minibatches or more.
     assert results[-1]["num_updates"] >= 4
     assert results[-1]["num_rows"] / results[-1]["num_updates"] < 6
+
+
+def test_checkpoints_hold_the_target_networks(tmp_path):
+    algo = build("APPO", fragment=16, lr=1e-3, circular_buffer_iterations_per_batch=1)
+    for _ in range(3):
+        algo.train()
+    saved = algo.save_to_path(tmp_path)
+    expected = algo.learner_group._learner.module["default_policy"].get_state()
+    algo.stop()
+    restored = APPO.from_checkpoint(saved)
+    try:
+        learner = restored.learner_group._learner.module["default_policy"]
+        runner = restored.env_runner.module
+        state = learner.get_state()
+        assert state.keys() == expected.keys()
+        assert all(np.array_equal(state[key], expected[key]) for key in expected)
+        # The target is behind; EnvRunners do without it.
+        targets = {name for name in state if name.startswith("target_")}
+        assert any(
+            not np.array_equal(state[name], state[name.removeprefix("target_")]) for name in targets
+        )
+        assert runner.get_state().keys() == {
+            name for name in state if not name.startswith(("target_", "value_head."))
+        }
+        assert all(np.array_equal(value, state[name]) for name, value in runner.get_state().items())
+        restored.train()
+    finally:
+        restored.stop()
 
 
 def test_two_learners_stay_equal():
