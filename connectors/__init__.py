@@ -5,7 +5,12 @@ from connectors.connect import connect
 from connectors.env_to_module import BuildModuleBatch
 from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+from connectors.learners import (
+    MemoryAPPOTorchLearner,
+    MemoryIMPALATorchLearner,
+    MemoryLearnerMixin,
+    MemoryPPOTorchLearner,
+)
 from connectors.module_to_env import SampleActions
 from connectors.snapshots import StateSnapshot
 
@@ -14,6 +19,8 @@ __all__ = [
     "BuildTrainBatch",
     "ComputeAdvantages",
     "FormatActions",
+    "MemoryAPPOTorchLearner",
+    "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "SampleActions",

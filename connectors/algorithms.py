@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.appo.appo import APPOConfig
+from ray.rllib.algorithms.impala.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+from connectors.learners import (
+    MemoryAPPOTorchLearner,
+    MemoryIMPALATorchLearner,
+    MemoryLearnerMixin,
+    MemoryPPOTorchLearner,
+)
 
 RowLengths = Mapping[str, int]
 """`max_seq_len` of each module with memory, by module ID."""
@@ -22,11 +31,13 @@ class Support:
         config_class: The algorithm's config.
         learner_class: Our Learner for it.
         prepare: Checks and completes its settings, in place.
+        bootstrap_slot: Whether its rows need a slot for the step that follows their last one.
     """
 
     config_class: type[AlgorithmConfig]
     learner_class: type[MemoryLearnerMixin]
-    prepare: Callable[[AlgorithmConfig, RowLengths], None]
+    prepare: Callable[[Any, RowLengths], None]
+    bootstrap_slot: bool = False
 
 
 def support_for(config: AlgorithmConfig) -> Support:
@@ -76,25 +87,72 @@ def keep_lookback(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
         )
 
 
-def check_minibatch_size(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
-    """Refuses minibatches that are smaller than a row.
+def check_minibatch_size(
+    config: AlgorithmConfig, row_lengths: RowLengths, *, bootstrap_slot: bool = False
+) -> None:
+    """Refuses minibatches that may hold no row.
 
     Raises:
-        ValueError: if they are.
+        ValueError: if they may.
     """
     minibatch_size = getattr(config, "minibatch_size", None)
-    max_seq_len = max(row_lengths.values(), default=0)
-    if minibatch_size is not None and minibatch_size < max_seq_len:
+    if minibatch_size is None or not row_lengths:
+        return
+    slots = max(row_lengths.values()) + bootstrap_slot
+    # One more than the slots: RLlib takes `int(B * (minibatch_size / N))` rows, and 49 full ones
+    # times 1 / 49 is less than 1 to a computer.
+    needed = slots + 1
+    if minibatch_size < needed:
         raise ValueError(
-            f"`minibatch_size` is {minibatch_size}, but must be at least `max_seq_len` "
-            f"({max_seq_len}): a minibatch is made of whole rows, and RLlib would loop forever on "
-            f"empty ones. Set `config.training(minibatch_size=...)` to {max_seq_len} or more."
+            f"`minibatch_size` is {minibatch_size}, but must be at least {needed}, above the "
+            f"{slots} slots of a row: a minibatch is made of whole rows, and RLlib would loop "
+            "forever on empty ones. Set `config.training(minibatch_size=...)` to that or more, or "
+            "lower `max_seq_len`."
         )
 
 
-def _prepare_ppo(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+def _prepare_ppo(config: PPOConfig, row_lengths: RowLengths) -> None:
     check_minibatch_size(config, row_lengths)
     keep_lookback(config, row_lengths)
 
 
-SUPPORTED = (Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),)
+def _prepare_impala(config: IMPALAConfig, row_lengths: RowLengths) -> None:
+    # Nothing cuts episodes: RLlib shares out what each EnvRunner sent, in one piece.
+    check_minibatch_size(config, row_lengths, bootstrap_slot=True)
+    num_learners = config.num_learners or 0
+    if config.minibatch_size is not None and config.rollout_fragment_length == "auto":
+        raise ValueError(
+            '`rollout_fragment_length` is "auto", but must be a number where `minibatch_size` is '
+            "set: RLlib requires the one to divide the other. Set "
+            "`config.env_runners(rollout_fragment_length=...)`."
+        )
+    if config.minibatch_size is not None and num_learners > 1:
+        raise ValueError(
+            f"`minibatch_size` is {config.minibatch_size}, but must be None with {num_learners} "
+            "Learners: each would cut its rows into a number of minibatches of its own, and the "
+            "Learners would wait for one another for ever. Lower `train_batch_size_per_learner` "
+            "instead."
+        )
+    _check_samples_for_all_learners(config, num_learners)
+
+
+def _check_samples_for_all_learners(config: IMPALAConfig, num_learners: int) -> None:
+    if num_learners < 2 or config.num_aggregator_actors_per_learner:
+        return
+    steps = (config.num_envs_per_env_runner or 1) * config.get_rollout_fragment_length()
+    # RLlib deals out whole samples, and a Learner without one fails while the others wait for it.
+    if math.ceil(config.total_train_batch_size / steps) < num_learners:
+        raise ValueError(
+            f"`train_batch_size_per_learner` is {config.train_batch_size_per_learner}, but must be "
+            f"at least {steps} with {num_learners} Learners: an EnvRunner sends so many steps in "
+            "one piece (`rollout_fragment_length` times `num_envs_per_env_runner`), and each "
+            "Learner needs a piece for each batch. Raise it, or lower one of those."
+        )
+
+
+SUPPORTED = (
+    Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),
+    # A subclass of IMPALA's config, so before it.
+    Support(APPOConfig, MemoryAPPOTorchLearner, _prepare_impala, bootstrap_slot=True),
+    Support(IMPALAConfig, MemoryIMPALATorchLearner, _prepare_impala, bootstrap_slot=True),
+)

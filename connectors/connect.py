@@ -55,7 +55,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     ```
 
     Args:
-        config: A PPO config, for one agent or several. It is changed in place.
+        config: A PPO, APPO or IMPALA config, for one agent or several. It is changed in place.
 
     Returns:
         The same config.
@@ -85,7 +85,9 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
         add_default_connectors_to_module_to_env_pipeline=False,
     )
     config.learners(
-        learner_connector=_wrap(_build_learner, user["learner"]),
+        learner_connector=_wrap(
+            _build_learner, user["learner"], bootstrap_slot=support.bootstrap_slot
+        ),
         learner_class=learner,
     )
     return config
@@ -170,11 +172,23 @@ def _build_module_to_env(
 
 
 def _build_learner(
-    user: Callable | None, observation_space: Any, action_space: Any
+    user: Callable | None,
+    observation_space: Any,
+    action_space: Any,
+    *,
+    bootstrap_slot: bool,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "learner_connector", observation_space, action_space)
+    for piece in pieces:
+        if isinstance(piece, BuildTrainBatch) and piece.bootstrap_slot != bootstrap_slot:
+            raise ValueError(
+                f"`bootstrap_slot` of the `BuildTrainBatch` in your `learner_connector` is "
+                f"{piece.bootstrap_slot}, but must be {bootstrap_slot} for this algorithm: V-trace "
+                "(APPO, IMPALA) needs that slot, advantages (PPO) are computed without it. Set "
+                f"`BuildTrainBatch(bootstrap_slot={bootstrap_slot})`."
+            )
     if not _contains(pieces, BuildTrainBatch):
-        pieces.append(BuildTrainBatch())
+        pieces.append(BuildTrainBatch(bootstrap_slot=bootstrap_slot))
     return pieces
 
 

@@ -25,15 +25,16 @@ class RowLayout:
     Attributes:
         lengths: `(E,)` int64.
         max_seq_len: T.
+        width: Slots of a row.
         rows_per_episode: `(E,)` int64.
         first_rows: `(E,)` int64, each episode's first row.
         num_rows: Number B of rows.
         num_steps: Number N of steps.
     """
 
-    def __init__(self, lengths: Sequence[int], max_seq_len: int):
+    def __init__(self, lengths: Sequence[int] | np.ndarray, max_seq_len: int):
         self.lengths = np.asarray(lengths, dtype=np.int64)
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = self.width = max_seq_len
         self.rows_per_episode = -(-self.lengths // max_seq_len)
         ends = np.cumsum(self.rows_per_episode)
         self.first_rows = ends - self.rows_per_episode
@@ -47,14 +48,14 @@ class RowLayout:
 
     @cached_property
     def index(self) -> np.ndarray:
-        """`(N,)` int64: the slot (of `num_rows * T`) of each concatenated step."""
+        """`(N,)` int64: the slot (of `num_rows * width`) of each concatenated step."""
         shift = self.first_rows * self.max_seq_len - self.offsets
         return np.arange(self.num_steps) + np.repeat(shift, self.lengths)
 
     @cached_property
     def seq_lens(self) -> np.ndarray:
         """`(num_rows,)` int64: valid steps of each row."""
-        seq_lens = np.full(self.num_rows, self.max_seq_len, dtype=np.int64)
+        seq_lens = np.full(self.num_rows, self.width, dtype=np.int64)
         nonempty = self.rows_per_episode > 0
         last_rows = (self.first_rows + self.rows_per_episode - 1)[nonempty]
         seq_lens[last_rows] = (self.lengths - (self.rows_per_episode - 1) * self.max_seq_len)[
@@ -64,14 +65,19 @@ class RowLayout:
 
     @cached_property
     def valid(self) -> np.ndarray:
-        """`(num_rows, T)` bool: False on padding."""
-        return np.arange(self.max_seq_len) < self.seq_lens[:, None]
+        """`(num_rows, width)` bool: False on padding."""
+        return np.arange(self.width) < self.seq_lens[:, None]
+
+    def starts(self, episode: int) -> range:
+        """The steps of an episode that its rows start with."""
+        num_rows = int(self.rows_per_episode[episode])
+        return range(0, num_rows * self.max_seq_len, self.max_seq_len)
 
     def pad(self, steps: np.ndarray) -> np.ndarray:
-        """Lays concatenated steps `(N, ...)` out as `(num_rows, T, ...)`, zeros elsewhere."""
-        slots = np.zeros((self.num_rows * self.max_seq_len, *steps.shape[1:]), dtype=steps.dtype)
+        """Lays concatenated steps `(N, ...)` out as `(num_rows, width, ...)`, zeros elsewhere."""
+        slots = np.zeros((self.num_rows * self.width, *steps.shape[1:]), dtype=steps.dtype)
         slots[self.index] = steps
-        return slots.reshape(self.num_rows, self.max_seq_len, *steps.shape[1:])
+        return slots.reshape(self.num_rows, self.width, *steps.shape[1:])
 
     def pad_parts(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Same as `pad`, from one array `(length, ...)` an episode."""
@@ -86,5 +92,5 @@ class RowLayout:
         return slots.reshape(self.num_rows, self.max_seq_len, *shape)
 
     def unpad(self, rows: np.ndarray) -> np.ndarray:
-        """Takes the N concatenated steps back out of `(num_rows, T, ...)`."""
+        """Takes the N concatenated steps back out of `(num_rows, width, ...)`."""
         return rows.reshape(-1, *rows.shape[2:])[self.index]

@@ -21,6 +21,7 @@ from connectors.agents import agents_by_module, batch_key, modules_by_id
 from connectors.layout import RowLayout
 from connectors.row_states import row_states
 from connectors.validation import row_length
+from connectors.vtrace import VTraceLayout, neutralize
 
 NUM_REBUILT_ROWS = "num_rows_with_rebuilt_state"
 NUM_STALE_ROWS = "num_rows_with_stale_state"
@@ -40,18 +41,28 @@ class BuildTrainBatch(ConnectorV2):
     where nothing was recorded.
 
     Pieces behind this one see each column as one array under a single key.
+
+    Args:
+        input_observation_space: See `ConnectorV2`.
+        input_action_space: See `ConnectorV2`.
+        bootstrap_slot: Whether each row has one slot more, for the step that follows its last one,
+            as V-trace needs it. For episodes that end in RLlib's appended bootstrap step.
     """
 
     def __init__(
         self,
         input_observation_space: gym.Space | None = None,
         input_action_space: gym.Space | None = None,
+        *,
+        bootstrap_slot: bool = False,
     ):
         super().__init__(input_observation_space, input_action_space)
+        self.bootstrap_slot = bootstrap_slot
 
     @override(ConnectorV2)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
-        return (self.input_observation_space, self.input_action_space), {}
+        kwargs = {"bootstrap_slot": self.bootstrap_slot}
+        return (self.input_observation_space, self.input_action_space), kwargs
 
     @override(ConnectorV2)
     def __call__(
@@ -80,9 +91,11 @@ class BuildTrainBatch(ConnectorV2):
         # RLlib's default pieces stand aside for all modules where they find this column.
         result: dict[str, Any] = {Columns.STATE_IN: {}}
         for module_id, agents in groups.items():
-            columns, counts = _build(
-                modules.get(module_id), row_lengths.get(module_id), given, agents
-            )
+            max_seq_len = row_lengths.get(module_id)
+            layout_class = VTraceLayout if self.bootstrap_slot and max_seq_len else RowLayout
+            layout = layout_class([len(agent) for agent in agents], max_seq_len or 1)
+            memory = modules.get(module_id) if max_seq_len else None
+            columns, counts = _build(memory, layout, given, agents)
             for column, data in columns.items():
                 result.setdefault(column, {})[batch_key(agents[0])] = [data]
             if Columns.STATE_IN not in columns:
@@ -98,24 +111,32 @@ class BuildTrainBatch(ConnectorV2):
 
 def _build(
     module: RLModule | None,
-    max_seq_len: int | None,
+    layout: RowLayout,
     given: dict[str, Any],
     agents: list[SingleAgentEpisode],
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """All columns of a module, in rows if it has memory; how many rows had which states."""
-    layout = RowLayout([len(agent) for agent in agents], max_seq_len or 1)
+    """All columns of a module, in rows if it is given; how many rows had which states.
+
+    Args:
+        module: The module; None if it has no memory.
+        layout: Of its agents' steps.
+        given: Columns that earlier pieces built.
+        agents: Its agents' episodes.
+    """
     # Lists of one part an episode, or the concatenated steps of all episodes.
     steps = {
         column: _collect_column(column, data, agents, layout) for column, data in given.items()
     }
     _add_episode_columns(steps, agents)
-    if module is None or max_seq_len is None:
+    if module is None:
         return {column: _join_column(parts) for column, parts in steps.items()}, {}
 
     columns = {column: _pad_column(layout, parts) for column, parts in steps.items()}
     columns[Columns.SEQ_LENS] = BatchedNdArray(layout.seq_lens)
     if Columns.LOSS_MASK not in columns:
         columns[Columns.LOSS_MASK] = BatchedNdArray(layout.valid)
+    if isinstance(layout, VTraceLayout):
+        neutralize(columns, layout)
     states, num_rebuilt, num_stale = row_states(
         module, agents, layout, steps, obs_given=Columns.OBS in given
     )

@@ -46,7 +46,7 @@ def row_states(
 
     for position, episode in enumerate(episodes):
         recorded = episode.extra_model_outputs.get(Columns.STATE_OUT)
-        starts = range(0, int(layout.lengths[position]), layout.max_seq_len)
+        starts = layout.starts(position)
         if recorded is None:
             states.extend(first for _ in starts)
             continue

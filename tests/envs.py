@@ -112,3 +112,35 @@ class RandomAgents(MultiAgentEnv):
 
     def _see(self):
         return self.rng.uniform(-1, 1, 3).astype(np.float32)
+
+
+class RememberFirst(gym.Env):
+    """The first observation names the action that the last step rewards.
+
+    Observations are the cue, one-hot, at the first step, and zeros after it. Only the last action
+    counts: 1 if it is the cue's, else -1. Without memory the mean return is `2 / num_cues - 1`.
+
+    Config:
+        num_cues: Cues, and actions. Defaults to 2.
+        num_steps: Steps of an episode. Defaults to 8.
+    """
+
+    def __init__(self, config=None):
+        super().__init__()
+        config = dict(config or {})
+        self.num_cues = config.get("num_cues", 2)
+        self.num_steps = config.get("num_steps", 8)
+        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.num_cues,), np.float32)
+        self.action_space = gym.spaces.Discrete(self.num_cues)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue = int(self.np_random.integers(self.num_cues))
+        self.steps_left = self.num_steps
+        return np.eye(self.num_cues, dtype=np.float32)[self.cue], {}
+
+    def step(self, action):
+        self.steps_left -= 1
+        over = self.steps_left == 0
+        reward = (1.0 if action == self.cue else -1.0) if over else 0.0
+        return np.zeros(self.num_cues, np.float32), reward, over, False, {}

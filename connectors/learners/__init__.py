@@ -1,6 +1,14 @@
 """Learners that install the connectors' own pieces and guard the weights, one algorithm a file."""
 
+from connectors.learners.appo import MemoryAPPOTorchLearner
+from connectors.learners.impala import MemoryIMPALATorchLearner
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
 
-__all__ = ["NUM_NONFINITE_GRADIENTS", "MemoryLearnerMixin", "MemoryPPOTorchLearner"]
+__all__ = [
+    "NUM_NONFINITE_GRADIENTS",
+    "MemoryAPPOTorchLearner",
+    "MemoryIMPALATorchLearner",
+    "MemoryLearnerMixin",
+    "MemoryPPOTorchLearner",
+]

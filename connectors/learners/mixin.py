@@ -92,12 +92,12 @@ class MemoryLearnerMixin(TorchLearner):
         return []
 
     @override(TorchLearner)
-    def compute_gradients(self, loss_per_module: dict[ModuleID, Any], **kwargs: Any) -> ParamDict:
-        """Computes gradients and remembers their largest entry."""
-        gradients = super().compute_gradients(loss_per_module, **kwargs)
-        # Before clipping: clipping by value turns an infinity into a valid number.
-        self._largest_raw_gradient = _largest(gradients)
-        return gradients
+    def postprocess_gradients(self, gradients_dict: ParamDict) -> ParamDict:
+        """Clips gradients and remembers their largest entry from before."""
+        # Clipping by value turns an infinity into a valid number. Here and not where gradients are
+        # computed: IMPALA's Learners have averaged them by now, so that all decide the same.
+        self._largest_raw_gradient = _largest(gradients_dict)
+        return super().postprocess_gradients(gradients_dict)
 
     @override(TorchLearner)
     def apply_gradients(self, gradients_dict: ParamDict) -> None:

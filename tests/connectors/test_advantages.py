@@ -151,4 +151,6 @@ def test_constructor_arguments_round_trip():
     args, kwargs = piece.get_ctor_args_and_kwargs()
     assert kwargs == SETTINGS
     assert ComputeAdvantages(*args, **kwargs).get_ctor_args_and_kwargs() == (args, kwargs)
-    assert BuildTrainBatch(BOX, DISCRETE).get_ctor_args_and_kwargs() == ((BOX, DISCRETE), {})
+    args, kwargs = BuildTrainBatch(BOX, DISCRETE, bootstrap_slot=True).get_ctor_args_and_kwargs()
+    assert (args, kwargs) == ((BOX, DISCRETE), {"bootstrap_slot": True})
+    assert BuildTrainBatch(*args, **kwargs).bootstrap_slot

@@ -12,6 +12,7 @@ import pytest
 import torch
 import tree
 from functorch.compile import make_boxed_func
+from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -354,3 +355,36 @@ def test_training_with_inductor():
             algorithm.stop()
     for key, expected in weights[0].items():
         np.testing.assert_allclose(weights[1][key], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.ray
+def test_appo_needs_one_graph_a_direction(graphs, monkeypatch):
+    """In its Learner's thread. The target policy's pass is the one without gradient."""
+    config = (
+        APPOConfig()
+        .environment(RandomObservations)
+        .env_runners(num_env_runners=0, num_envs_per_env_runner=3, rollout_fragment_length=T * 4)
+        .learners(num_learners=0)
+        .training(train_batch_size_per_learner=96, lr=1e-3, target_network_update_freq=0.1)
+        .rl_module(
+            rl_module_spec=RLModuleSpec(
+                module_class=DeepLinearAttentionRLModule, model_config=SMALL
+            )
+        )
+        .reporting(min_time_s_per_iteration=0)
+        .debugging(seed=0)
+    )
+    algorithm = connect(config).build_algo()
+    try:
+        rows = row_counts(algorithm, monkeypatch)
+        module = algorithm.learner_group._learner.module["default_policy"]
+        target_updates = 0
+        for _ in range(20):
+            learners = algorithm.train()["learners"]["default_policy"]
+            target_updates = max(target_updates, learners.get("num_target_updates", 0))
+    finally:
+        algorithm.stop()
+    assert len(set(rows)) >= 4
+    assert target_updates > 1
+    assert all(block in compilation._compiled for block in module.target_core.memory.blocks)
+    assert graphs == {FORWARD: 1, BACKWARD: 1, NO_GRAD: 1}
