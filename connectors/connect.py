@@ -64,7 +64,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
 
     Raises:
         ValueError: if the algorithm, its Learner class or a multi-agent setup is not supported,
-            if `max_seq_len` is missing or wrong, or if `minibatch_size` is below it.
+            if `max_seq_len` is missing or wrong, or if settings of the algorithm do not fit rows.
     """
     support = support_for(config)
     learner = learner_class(config, support)

@@ -104,7 +104,7 @@ class BuildTrainBatch(ConnectorV2):
         if Columns.LOSS_MASK not in batch:
             batch[Columns.LOSS_MASK] = {key: [BatchedNdArray(layout.valid)]}
         if isinstance(layout, VTraceLayout):
-            neutralize({column: data[key][0] for column, data in batch.items()}, layout)
+            neutralize({column: data[key][0] for column, data in batch.items()}, layout.real)
         states, num_rebuilt, num_stale = row_states(
             module, episodes, layout, steps, obs_given=Columns.OBS in given
         )
