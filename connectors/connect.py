@@ -62,7 +62,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
 
     Raises:
         ValueError: if the algorithm or its Learner class is not supported, if `max_seq_len` of a
-            module is missing or wrong, or if `minibatch_size` is below it.
+            module is missing or wrong, or if settings of the algorithm do not fit rows.
     """
     support = support_for(config)
     learner = learner_class(config, support)

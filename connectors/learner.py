@@ -136,7 +136,7 @@ def _build(
     if Columns.LOSS_MASK not in columns:
         columns[Columns.LOSS_MASK] = BatchedNdArray(layout.valid)
     if isinstance(layout, VTraceLayout):
-        neutralize(columns, layout)
+        neutralize(columns, layout.real)
     states, num_rebuilt, num_stale = row_states(
         module, agents, layout, steps, obs_given=Columns.OBS in given
     )

@@ -70,7 +70,7 @@ class VTraceLayout(RowLayout):
         return self.pad(np.concatenate(parts))
 
 
-def neutralize(rows: Mapping[str, Any], layout: VTraceLayout) -> None:
+def neutralize(columns: Mapping[str, Any], real: np.ndarray) -> None:
     """Takes every effect but that of their value from slots that are no real steps, in place.
 
     With the mask RLlib's discount is 0 there, with `NEUTRAL_LOGP` the importance ratio is. So the
@@ -79,20 +79,21 @@ def neutralize(rows: Mapping[str, Any], layout: VTraceLayout) -> None:
     a connector has masked out.
 
     Args:
-        rows: `LOSS_MASK`, `ACTION_LOGP`, `REWARDS`, `TERMINATEDS` and `TRUNCATEDS`, laid out.
-        layout: Their layout.
+        columns: `LOSS_MASK`, `ACTION_LOGP`, `REWARDS`, `TERMINATEDS` and `TRUNCATEDS`, each
+            `(num_rows, width)`; others are left alone.
+        real: `(num_rows, width)` bool, the slots of real steps.
 
     Raises:
         ValueError: if no log-probabilities were recorded.
     """
-    if Columns.ACTION_LOGP not in rows:
+    if Columns.ACTION_LOGP not in columns:
         raise ValueError(
             f"`{Columns.ACTION_LOGP}` was not recorded in the rollout, but APPO and IMPALA weigh "
             "each step by it. A module that samples its actions itself must return their "
             "log-probabilities under this name, too."
         )
-    mask = rows[Columns.LOSS_MASK]
-    mask &= layout.real
-    rows[Columns.ACTION_LOGP][~mask] = NEUTRAL_LOGP
+    mask = columns[Columns.LOSS_MASK]
+    mask &= real
+    columns[Columns.ACTION_LOGP][~mask] = NEUTRAL_LOGP
     for column in (Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS):
-        rows[column][~mask] = 0
+        columns[column][~mask] = 0

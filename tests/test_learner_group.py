@@ -17,7 +17,7 @@ def test_two_learners_rebuild_states_and_stay_equal():
         module_class=DeepLinearAttentionRLModule,
         model_config=DeepLinearAttentionConfig(max_seq_len=8, d_model=16, compile=False),
     )
-    config = (
+    return (
         PPOConfig()
         .environment(RandomObservations)
         .env_runners(num_env_runners=0, num_envs_per_env_runner=3)

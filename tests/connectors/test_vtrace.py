@@ -454,3 +454,13 @@ def test_masked_steps_bootstrap_those_before_them(make_learner):
     assert batch[Columns.LOSS_MASK].tolist() == [[True, True, False, False, False]]
     row = _reference_row(module, full[0], 0, 2, "IMPALA")
     assert loss_of(learner, batch).item() == pytest.approx(row.loss, rel=1e-5)
+
+
+@pytest.mark.ray
+def test_log_probabilities_are_needed(make_learner):
+    learner = make_learner(connect(make_config("IMPALA", T)))
+    module = learner.module["default_policy"]
+    episodes = make_episodes(module, [(5, 0, "cut")])
+    del episodes[0].extra_model_outputs[Columns.ACTION_LOGP]
+    with pytest.raises(ValueError, match="`action_logp` was not recorded in the rollout"):
+        train_batch(learner, with_snapshots(module, episodes, T))
