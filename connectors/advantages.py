@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import gymnasium as gym
@@ -21,8 +22,9 @@ class ComputeAdvantages(ConnectorV2):
     """Generalised advantage estimation, in place of RLlib's `GeneralAdvantageEstimation`.
 
     Value targets are RLlib's. What differs: values are computed without gradient; advantages are
-    standardised over the steps that are trained on, where RLlib counts the appended bootstrap
-    steps too; both columns are 0 on bootstrap steps and padding.
+    standardised over the steps that are trained on, those of all Learners, where RLlib counts the
+    appended bootstrap steps too and each Learner for itself; both columns are 0 on bootstrap steps
+    and padding.
 
     Args:
         input_observation_space: See `ConnectorV2`.
@@ -66,6 +68,7 @@ class ComputeAdvantages(ConnectorV2):
         agent_episodes = list(
             self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False)
         )
+        results: dict[str, _Steps] = {}
         for module_id, module_batch in batch.items():
             if module_id not in rl_module:
                 continue
@@ -75,12 +78,23 @@ class ComputeAdvantages(ConnectorV2):
             lengths = [
                 len(episode) for episode in agent_episodes if episode.module_id in (None, module_id)
             ]
-            self._add_advantages(module, module_batch, lengths)
+            results[module_id] = self._compute(module, module_batch, lengths)
+        moments = _moments(results, list(rl_module.keys()))
+        for module_id, steps in results.items():
+            mean, std = moments[module_id]
+            for column, data in (
+                (Postprocessing.ADVANTAGES, (steps.advantages - mean) / max(1e-4, std)),
+                (Postprocessing.VALUE_TARGETS, steps.targets),
+            ):
+                data = np.where(steps.trained, data, 0.0).astype(np.float32)
+                rows = data if steps.layout is None else steps.layout.pad(data)
+                batch[module_id][column] = torch.from_numpy(rows).to(steps.device)
         return batch
 
-    def _add_advantages(
+    def _compute(
         self, module: ValueFunctionAPI, batch: dict[str, Any], lengths: list[int]
-    ) -> None:
+    ) -> _Steps:
+        """Values, targets and advantages of a module's steps, one after the other."""
         with torch.no_grad():
             values = cast("torch.Tensor", module.compute_values(batch))
         layout = RowLayout(lengths, int(values.shape[1])) if values.ndim == 2 else None
@@ -103,16 +117,42 @@ class ComputeAdvantages(ConnectorV2):
             gamma=self.gamma,
             lambda_=self.lambda_,
         )
-        advantages = targets - values_of_steps
-        kept = advantages[trained]
-        advantages = (advantages - kept.mean()) / max(1e-4, kept.std())
-        for column, data in (
-            (Postprocessing.ADVANTAGES, advantages),
-            (Postprocessing.VALUE_TARGETS, targets),
-        ):
-            data = np.where(trained, data, np.float32(0.0))
-            rows = data if layout is None else layout.pad(data)
-            batch[column] = torch.from_numpy(rows).to(values.device)
+        return _Steps(layout, trained, targets, targets - values_of_steps, values.device)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A module's steps, concatenated: `(N,)` arrays."""
+
+    layout: RowLayout | None
+    trained: np.ndarray
+    targets: np.ndarray
+    advantages: np.ndarray
+    device: torch.device
+
+
+def _moments(results: dict[str, _Steps], names: list[str]) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of each module's advantages, over the steps of all Learners.
+
+    With moments of their own, Learners would weigh the same step differently.
+    """
+    sums = np.zeros((len(names), 3))
+    for row, name in zip(sums, names, strict=True):
+        if name in results:
+            kept = results[name].advantages[results[name].trained].astype(np.float64)
+            row[:] = len(kept), kept.sum(), (kept**2).sum()
+    if torch.distributed.is_initialized():
+        # A Learner that has no steps of a module takes part all the same.
+        device = torch.device("cpu")
+        if torch.distributed.get_backend() == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        shared = torch.from_numpy(sums).to(device)
+        torch.distributed.all_reduce(shared)
+        sums = shared.cpu().numpy()
+    counts = sums[:, 0].clip(min=1)
+    means = sums[:, 1] / counts
+    stds = np.sqrt((sums[:, 2] / counts - means**2).clip(min=0))
+    return dict(zip(names, zip(means.tolist(), stds.tolist(), strict=True), strict=True))
 
 
 def value_targets(

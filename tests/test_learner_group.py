@@ -1,45 +1,144 @@
-"""Two Learners: episodes are cut to share them out, and train from exact states all the same."""
+"""Several Learners: exact states, equal weights, the gradients of one Learner."""
+
+import copy
 
 import numpy as np
 import pytest
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.utils.minibatch_utils import ShardEpisodesIterator
 
 from connectors import connect
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 from tests.envs import RandomObservations
 
+pytestmark = pytest.mark.ray
 
-@pytest.mark.ray
-def test_two_learners_rebuild_states_and_stay_equal():
-    spec = RLModuleSpec(
-        module_class=DeepLinearAttentionRLModule,
-        model_config=DeepLinearAttentionConfig(max_seq_len=8, d_model=16, compile=False),
+
+def spec(max_seq_len=8, **settings):
+    model_config = DeepLinearAttentionConfig(
+        max_seq_len=max_seq_len, d_model=16, **{"compile": False, **settings}
     )
+    return RLModuleSpec(module_class=DeepLinearAttentionRLModule, model_config=model_config)
+
+
+def ppo(num_learners, module_spec=None, **training):
     return (
         PPOConfig()
         .environment(RandomObservations)
         .env_runners(num_env_runners=0, num_envs_per_env_runner=3)
-        .learners(num_learners=2)
-        .training(train_batch_size_per_learner=60, minibatch_size=32, num_epochs=2, lr=1e-3)
-        .rl_module(rl_module_spec=spec)
+        .learners(num_learners=num_learners)
+        .training(
+            **{
+                "train_batch_size_per_learner": 60,
+                "minibatch_size": 32,
+                "num_epochs": 2,
+                "lr": 1e-3,
+                **training,
+            }
+        )
+        .rl_module(rl_module_spec=module_spec or spec())
         .debugging(seed=0)
     )
-    algo = connect(config).build_algo()
+
+
+def of_all_learners(algorithm, function):
+    return [result.get() for result in algorithm.learner_group.foreach_learner(function)]
+
+
+def weights(learner):
+    return {name: module.unwrapped().get_state() for name, module in learner.module.items()}
+
+
+def gradients(learner):
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    return {name: p.grad.numpy() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_equal_everywhere(algorithm):
+    first, second = of_all_learners(algorithm, weights)
+    assert first.keys() == second.keys()
+    for name, state in first.items():
+        assert all(np.array_equal(state[key], second[name][key]) for key in state)
+
+
+def test_two_learners_rebuild_states_and_stay_equal():
+    algorithm = connect(ppo(2)).build_algo()
     rebuilt = stale = 0
     for _ in range(4):
-        learner = algo.train()["learners"][DEFAULT_MODULE_ID]
+        learner = algorithm.train()["learners"][DEFAULT_MODULE_ID]
         rebuilt += learner["num_rows_with_rebuilt_state"]
         stale += learner["num_rows_with_stale_state"]
-    states = [
-        result.get()
-        for result in algo.learner_group.foreach_learner(
-            lambda learner: learner.module[DEFAULT_MODULE_ID].unwrapped().get_state()
-        )
-    ]
-    algo.stop()
+    assert_equal_everywhere(algorithm)
+    algorithm.stop()
     assert rebuilt > 0
     assert stale == 0
-    first, second = states
-    assert all(np.array_equal(first[key], second[key]) for key in first)
+
+
+def test_two_learners_compute_the_gradients_of_one():
+    """On the same steps, where both have equally many. Slices and their states included."""
+    one, two = connect(ppo(0)).build_algo(), connect(ppo(2)).build_algo()
+    state = one.learner_group.get_state()
+    two.learner_group.set_state(state)
+    one.env_runner.set_state({"rl_module": one.get_weights(), "weights_seq_no": 1})
+    episodes = [e for e in one.env_runner.sample(num_timesteps=200) if len(e) > 1][:9]
+    if sum(map(len, episodes)) % 2:
+        episodes[-1] = episodes[-1][: len(episodes[-1]) - 1]
+    slices = list(ShardEpisodesIterator(list(episodes), 2, len_lookback_buffer=8))
+    assert len({sum(map(len, part)) for part in slices}) == 1
+    pieces = [piece for part in slices for piece in part]
+    assert len(pieces) > len(episodes)
+
+    # A local Learner's connectors write into the episodes they get.
+    one.learner_group.update(episodes=copy.deepcopy(pieces))
+    (expected,) = of_all_learners(one, gradients)
+    two.learner_group.update(episodes=episodes)
+    for actual in of_all_learners(two, gradients):
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(actual[name], gradient, rtol=0, atol=1e-6, err_msg=name)
+    assert max(abs(gradient).max() for gradient in expected.values()) > 1e-3
+    one.stop()
+    two.stop()
+
+
+@pytest.mark.slow
+def test_compiled_cores_on_two_learners():
+    """The same weights as without compilation, equal on both."""
+    results = []
+    for compiled in (False, True):
+        algorithm = connect(ppo(2, spec(compile=compiled))).build_algo()
+        for _ in range(2):
+            algorithm.train()
+        assert_equal_everywhere(algorithm)
+        (num_compiled, _) = of_all_learners(algorithm, count_compiled)
+        assert num_compiled == (2 if compiled else 0)
+        results.append(of_all_learners(algorithm, weights)[0][DEFAULT_MODULE_ID])
+        algorithm.stop()
+    eager, compiled = results
+    for name, expected in eager.items():
+        np.testing.assert_allclose(compiled[name], expected, rtol=0, atol=1e-4, err_msg=name)
+
+
+def count_compiled(learner):
+    from rlmodules import compilation
+
+    blocks = learner.module[DEFAULT_MODULE_ID].unwrapped().core.memory.blocks
+    return sum(block in compilation._compiled for block in blocks)
+
+
+@pytest.mark.gpu
+def test_two_gpus():
+    """nccl, one GPU a Learner: weights stay equal and finite."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    algorithm = connect(ppo(2).learners(num_gpus_per_learner=1)).build_algo()
+    for _ in range(3):
+        algorithm.train()
+    assert_equal_everywhere(algorithm)
+    (state, _) = of_all_learners(algorithm, weights)
+    algorithm.stop()
+    assert all(np.isfinite(value).all() for value in state[DEFAULT_MODULE_ID].values())

@@ -12,7 +12,7 @@ from ray.rllib.core import ALL_MODULES
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.annotations import override
-from ray.rllib.utils.typing import ModuleID, ParamDict
+from ray.rllib.utils.typing import ParamDict
 
 from connectors.advantages import ComputeAdvantages
 from connectors.learners.minibatches import RowMinibatches
@@ -79,9 +79,6 @@ class MemoryLearnerMixin(TorchLearner):
         # Without a minibatch size RLlib's iterator yields the whole batch, once.
         whole = super()._create_iterator_if_necessary(training_data=training_data, **kwargs)
         for batch in whole:
-            batch.policy_batches = _trained_everywhere(
-                batch.policy_batches, list(self.module.keys()), self.device
-            )
             return RowMinibatches(
                 batch,
                 minibatch_size=minibatch_size,
@@ -118,20 +115,6 @@ class MemoryLearnerMixin(TorchLearner):
             logger.warning("Skipped an update: its gradients hold NaN or infinite numbers.")
             return
         super().apply_gradients(gradients_dict)
-
-
-def _trained_everywhere(
-    modules: dict[ModuleID, Any], names: list[ModuleID], device: Any
-) -> dict[ModuleID, Any]:
-    """The modules that all Learners have rows of, in the same order on each of them.
-
-    Learners exchange the gradients of one module after the other. One that lacks a module, or goes
-    through them in an order of its own, would hang all of them.
-    """
-    present = torch.tensor([name in modules for name in names], dtype=torch.int32, device=device)
-    if len(names) > 1 and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(present, op=torch.distributed.ReduceOp.MIN)
-    return {name: modules[name] for name, kept in zip(names, present.tolist(), strict=True) if kept}
 
 
 def _largest(gradients: ParamDict) -> torch.Tensor:
