@@ -19,6 +19,7 @@ from ray.rllib.connectors.module_to_env import (
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 
 from connectors.algorithms import learner_class, support_for
+from connectors.divisible import MemoryMultiAgentEnvRunner
 from connectors.env_to_module import BuildModuleBatch, MapSpaces
 from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
@@ -61,13 +62,15 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
         The same config.
 
     Raises:
-        ValueError: if the algorithm or its Learner class is not supported, if `max_seq_len` of a
-            module is missing or wrong, or if `minibatch_size` is below it.
+        ValueError: if the algorithm, its Learner or its EnvRunner class is not supported, if
+            `max_seq_len` of a module is missing or wrong, or if `minibatch_size` is below it.
     """
     support = support_for(config)
     learner = learner_class(config, support)
     _check_pipelines(config)
     support.prepare(config, validated_row_lengths(config))
+
+    _make_episodes_divisible(config)
 
     user = _user_builders(config)
     config.env_runners(
@@ -110,6 +113,21 @@ def _wrap(build: Callable, user: Callable | None, **kwargs: Any) -> Callable:
     if isinstance(user, partial) and user.func is build:
         user = user.args[0]
     return partial(build, user, **kwargs)
+
+
+def _make_episodes_divisible(config: AlgorithmConfig) -> None:
+    """With several Learners, sets the EnvRunner whose multi-agent episodes can be shared out."""
+    if not config.is_multi_agent or (config.num_learners or 0) < 2:
+        return
+    current = config.env_runner_cls
+    if current is None or issubclass(MemoryMultiAgentEnvRunner, current):
+        config.env_runners(env_runner_cls=MemoryMultiAgentEnvRunner)
+    elif not issubclass(current, MemoryMultiAgentEnvRunner):
+        raise ValueError(
+            f"`env_runner_cls` is `{current.__name__}`, whose episodes of several agents cannot be "
+            "shared out over several Learners. Derive it from `MemoryMultiAgentEnvRunner`, or use "
+            "one Learner."
+        )
 
 
 def _space_mapping(config: AlgorithmConfig) -> Callable[[], MapSpaces] | None:

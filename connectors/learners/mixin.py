@@ -13,6 +13,7 @@ from ray.rllib.utils.annotations import override
 from ray.rllib.utils.typing import ModuleID, ParamDict
 
 from connectors.advantages import ComputeAdvantages
+from connectors.learners.common_modules import KeepCommonModules
 
 logger = logging.getLogger("rllib_memory")
 
@@ -26,6 +27,7 @@ class MemoryLearnerMixin(TorchLearner):
       they are, and the metric `num_nonfinite_gradients` (under `__all_modules__`) counts it.
       RLlib would set such gradients to 0 or a huge number and step.
     - RLlib's advantage connector is replaced by `ComputeAdvantages`.
+    - Several Learners update the same modules, see `KeepCommonModules`.
     """
 
     _largest_raw_gradient: torch.Tensor | None = None
@@ -46,6 +48,8 @@ class MemoryLearnerMixin(TorchLearner):
                 ComputeAdvantages(gamma=config.gamma, lambda_=config.lambda_),
             )
             pipeline.remove(GeneralAdvantageEstimation)
+        if pipeline is not None and self.distributed and len(self.module) > 1:
+            pipeline.append(KeepCommonModules())
 
     @override(TorchLearner)
     def compute_gradients(self, loss_per_module: dict[ModuleID, Any], **kwargs: Any) -> ParamDict:
