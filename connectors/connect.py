@@ -27,7 +27,7 @@ from connectors.module_specs import validated_row_lengths
 from connectors.module_to_env import SampleActions
 
 
-def connect(config: AlgorithmConfig) -> AlgorithmConfig:
+def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> AlgorithmConfig:
     """Plugs the sequence connectors into a config, around connectors it already has.
 
     Call it after all other settings. Calling it twice changes nothing.
@@ -57,17 +57,21 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
 
     Args:
         config: A PPO config, for one agent or several. It is changed in place.
+        episodes_per_trial: Episodes over which a sub-environment keeps its agents' states. With 1
+            each episode starts from the initial state.
 
     Returns:
         The same config.
 
     Raises:
         ValueError: if the algorithm, its Learner or its EnvRunner class is not supported, if
-            `max_seq_len` of a module is missing or wrong, or if `minibatch_size` is below it.
+            `max_seq_len` of a module is missing or wrong, if `minibatch_size` is below it, or if
+            `episodes_per_trial` is below 1 or at odds with `batch_mode`.
     """
     support = support_for(config)
     learner = learner_class(config, support)
     _check_pipelines(config)
+    _check_trials(config, episodes_per_trial)
     support.prepare(config, validated_row_lengths(config))
 
     _make_episodes_divisible(config)
@@ -75,7 +79,10 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     user = _user_builders(config)
     config.env_runners(
         env_to_module_connector=_wrap(
-            _build_env_to_module, user["env_to_module"], map_spaces=_space_mapping(config)
+            _build_env_to_module,
+            user["env_to_module"],
+            map_spaces=_space_mapping(config),
+            episodes_per_trial=episodes_per_trial,
         ),
         add_default_connectors_to_env_to_module_pipeline=False,
         module_to_env_connector=_wrap(
@@ -149,10 +156,11 @@ def _build_env_to_module(
     device: Any = None,
     *,
     map_spaces: Callable[[], MapSpaces] | None,
+    episodes_per_trial: int,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "env_to_module_connector", env, spaces, device)
     if not _contains(pieces, BuildModuleBatch):
-        pieces.append(BuildModuleBatch(device=device))
+        pieces.append(BuildModuleBatch(device=device, episodes_per_trial=episodes_per_trial))
     if map_spaces is not None and not _contains(pieces, MapSpaces):
         pieces.append(map_spaces())
     return pieces
@@ -223,6 +231,22 @@ def _contains(pieces: list[ConnectorV2], kind: type[ConnectorV2]) -> bool:
         or (isinstance(piece, ConnectorPipelineV2) and _contains(piece.connectors, kind))
         for piece in pieces
     )
+
+
+def _check_trials(config: AlgorithmConfig, episodes_per_trial: Any) -> None:
+    if type(episodes_per_trial) is not int or episodes_per_trial < 1:
+        raise ValueError(
+            f"`episodes_per_trial` is {episodes_per_trial!r}, but must be an integer of at least "
+            "1: the number of episodes over which states are kept. Use 1 to start each episode "
+            "from the initial state."
+        )
+    if episodes_per_trial > 1 and config.batch_mode == "complete_episodes":
+        raise ValueError(
+            f"`episodes_per_trial` is {episodes_per_trial}, but `batch_mode` is "
+            '"complete_episodes", with which RLlib resets all environments for each batch and a '
+            "trial ends with its first episode. Use "
+            '`config.env_runners(batch_mode="truncate_episodes")`.'
+        )
 
 
 def _check_pipelines(config: AlgorithmConfig) -> None:

@@ -29,7 +29,7 @@ class BuildModuleBatch(ConnectorV2):
     Columns that earlier pieces put into the batch are kept; `OBS` comes from the episodes if none
     did. For a module with memory each column gets a time axis, `[B, 1, ...]`, and `STATE_IN` is
     one batched tensor tree, still on its device: for each agent the `STATE_OUT` of its last step,
-    or the initial state if its episode has just started.
+    or what its episode starts from.
 
     Pieces behind this one see tensors.
 
@@ -37,6 +37,7 @@ class BuildModuleBatch(ConnectorV2):
         input_observation_space: See `ConnectorV2`.
         input_action_space: See `ConnectorV2`.
         device: Where the batch goes; None for the device of the module.
+        episodes_per_trial: See `connect`.
     """
 
     def __init__(
@@ -45,13 +46,16 @@ class BuildModuleBatch(ConnectorV2):
         input_action_space: gym.Space | None = None,
         *,
         device: torch.device | str | None = None,
+        episodes_per_trial: int = 1,
     ):
         super().__init__(input_observation_space, input_action_space)
         self._device = None if device is None else str(device)
+        self._episodes_per_trial = episodes_per_trial
 
     @override(ConnectorV2)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
-        return (self.input_observation_space, self.input_action_space), {"device": self._device}
+        kwargs = {"device": self._device, "episodes_per_trial": self._episodes_per_trial}
+        return (self.input_observation_space, self.input_action_space), kwargs
 
     @override(ConnectorV2)
     def __call__(
@@ -74,7 +78,7 @@ class BuildModuleBatch(ConnectorV2):
             return {}
         if shared_data is None:
             shared_data = {}
-        rollout = rollout_of(shared_data)
+        rollout = rollout_of(shared_data, self._episodes_per_trial)
         rollout.advance(episodes)
         acting = acting_agents(episodes)
         batches = {}

@@ -7,13 +7,18 @@ over all that the agent has seen since its episode's start.
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
+import ray
+import torch
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
+from ray.rllib.connectors.learner import AddOneTsToEpisodesAndTruncate
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 
 from connectors import MemoryPPOTorchLearner, connect
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
@@ -134,7 +139,8 @@ def test_two_learners():
             for module_id, results in algo.train()["learners"].items():
                 for name, value in results.items():
                     if name.startswith(("num_rows", "num_skipped")):
-                        counts[module_id, name] += value
+                        # NaN where no batch of the module was built.
+                        counts[module_id, name] += int(np.nan_to_num(value))
         errors = algo.learner_group.foreach_learner(lambda learner: dict(learner.errors))
     finally:
         algo.stop()
@@ -143,5 +149,50 @@ def test_two_learners():
             assert max(values) <= 1e-5, module_id
     for module_id in modules():
         assert counts[module_id, "num_rows_with_stale_state"] == 0
-    print({k: int(v) for k, v in counts.items()})
     assert sum(counts[module_id, "num_rows_with_rebuilt_state"] for module_id in modules()) > 0
+
+
+def logp_error(module, batch):
+    """The largest difference between recorded log-probabilities and those of the module."""
+    with torch.no_grad():
+        outputs = module.forward_inference(batch)
+    dist_class = module.get_inference_action_dist_cls()
+    dist = dist_class.from_logits(outputs[Columns.ACTION_DIST_INPUTS])
+    difference = dist.logp(batch[Columns.ACTIONS]) - batch[Columns.ACTION_LOGP]
+    return difference[batch[Columns.LOSS_MASK]].abs().max().item()
+
+
+@pytest.mark.parametrize("schedule", ["together", "rates"])
+def test_a_failed_environment_leaves_no_state_behind(schedule):
+    """RLlib makes all environments of the runner anew, and drops their running episodes."""
+    config = ppo(schedule=schedule, num_envs=2, fails_at=30)
+    config.fault_tolerance(restart_failed_sub_environments=True)
+    runner = MultiAgentEnvRunner(config=config)
+    episodes = [episode for _ in range(6) for episode in runner.sample(num_timesteps=38)]
+    pipeline = config.build_learner_connector(None, None)
+    pipeline.prepend(AddOneTsToEpisodesAndTruncate())
+    batches = pipeline(rl_module=runner.module, batch={}, episodes=episodes, shared_data={})
+    for module_id, batch in batches.items():
+        assert logp_error(runner.module[module_id], batch) <= 1e-5, module_id
+
+
+def test_a_killed_env_runner_is_replaced():
+    config = ppo(schedule="rates", num_envs=1, fragment=30)
+    config.env_runners(num_env_runners=2).training(train_batch_size_per_learner=60)
+    config.fault_tolerance(restart_failed_env_runners=True)
+    algo = config.build_algo()
+    try:
+        learner = algo.learner_group._learner
+        algo.train()
+        actors = algo.env_runner_group._worker_manager.actors()
+        ray.kill(actors[1], no_restart=False)
+        for _ in range(50):
+            algo.train()
+            if algo.env_runner_group.num_healthy_remote_workers() == 2:
+                break
+        algo.train()
+        assert algo.env_runner_group.num_healthy_remote_workers() == 2
+    finally:
+        algo.stop()
+    assert len(learner.errors["ours"]) > 2
+    assert all(max(errors) <= 1e-5 for errors in learner.errors.values())
