@@ -43,13 +43,13 @@ def agent_at(row: Row, episodes: list[Any]) -> SingleAgentEpisode | None:
 
 
 def agents_by_module(episodes: list[Any]) -> dict[str, list[SingleAgentEpisode]]:
-    """The episodes of all agents, by module and in RLlib's order."""
+    """The episodes of all agents, by module."""
     if not is_multi_agent(episodes):
         return {DEFAULT_MODULE_ID: episodes}
     agents = defaultdict(list)
     for episode in episodes:
-        for agent_id in episode.agent_ids:
-            agent = episode.agent_episodes[agent_id]
+        # RLlib goes through a set of agent IDs, in an order that differs from process to process.
+        for agent in episode.agent_episodes.values():
             agents[agent.module_id].append(agent)
     return dict(agents)
 
