@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -135,6 +135,24 @@ class MapSpaces(AgentToModuleMapping):
         rl_module_specs: The modules' specs by ID, or just the IDs.
         agent_to_module_mapping_fn: `config.policy_mapping_fn`.
     """
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space | None = None,
+        input_action_space: gym.Space | None = None,
+        *,
+        rl_module_specs: Any,
+        agent_to_module_mapping_fn: Callable | None,
+    ):
+        # Spaces given to RLlib's constructor are mapped before it has set these.
+        self._rl_module_specs = rl_module_specs
+        self._agent_to_module_mapping_fn = agent_to_module_mapping_fn
+        super().__init__(
+            input_observation_space,
+            input_action_space,
+            rl_module_specs=rl_module_specs,
+            agent_to_module_mapping_fn=agent_to_module_mapping_fn,
+        )
 
     @override(AgentToModuleMapping)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:

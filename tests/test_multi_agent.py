@@ -10,7 +10,6 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import ray
-import torch
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.connectors.learner import AddOneTsToEpisodesAndTruncate
@@ -152,14 +151,21 @@ def test_two_learners():
     assert sum(counts[module_id, "num_rows_with_rebuilt_state"] for module_id in modules()) > 0
 
 
-def logp_error(module, batch):
-    """The largest difference between recorded log-probabilities and those of the module."""
-    with torch.no_grad():
+def logp_errors(config, runner, episodes):
+    """The largest differences between recorded log-probabilities and those of train batches."""
+    pipeline = config.build_learner_connector(None, None)
+    pipeline.prepend(AddOneTsToEpisodesAndTruncate())
+    batches = pipeline(rl_module=runner.module, batch={}, episodes=episodes, shared_data={})
+    errors = {}
+    for module_id, batch in batches.items():
+        module = runner.module[module_id]
         outputs = module.forward_inference(batch)
-    dist_class = module.get_inference_action_dist_cls()
-    dist = dist_class.from_logits(outputs[Columns.ACTION_DIST_INPUTS])
-    difference = dist.logp(batch[Columns.ACTIONS]) - batch[Columns.ACTION_LOGP]
-    return difference[batch[Columns.LOSS_MASK]].abs().max().item()
+        dist_class = module.get_inference_action_dist_cls()
+        dist = dist_class.from_logits(outputs[Columns.ACTION_DIST_INPUTS])
+        difference = dist.logp(batch[Columns.ACTIONS]) - batch[Columns.ACTION_LOGP]
+        errors[module_id] = difference[batch[Columns.LOSS_MASK]].abs().max().item()
+    assert errors.keys() == modules().keys()
+    return errors
 
 
 @pytest.mark.parametrize("schedule", ["together", "rates"])
@@ -169,11 +175,27 @@ def test_a_failed_environment_leaves_no_state_behind(schedule):
     config.fault_tolerance(restart_failed_sub_environments=True)
     runner = MultiAgentEnvRunner(config=config)
     episodes = [episode for _ in range(6) for episode in runner.sample(num_timesteps=38)]
-    pipeline = config.build_learner_connector(None, None)
-    pipeline.prepend(AddOneTsToEpisodesAndTruncate())
-    batches = pipeline(rl_module=runner.module, batch={}, episodes=episodes, shared_data={})
-    for module_id, batch in batches.items():
-        assert logp_error(runner.module[module_id], batch) <= 1e-5, module_id
+    assert max(logp_errors(config, runner, episodes).values()) <= 1e-5
+
+
+def test_modules_that_are_not_trained():
+    config = ppo(schedule="lives", train={"ours"})
+    config.training(lr=0.01)
+    algo = config.build_algo()
+    try:
+        learner = algo.learner_group._learner
+        before = {id_: module.get_state() for id_, module in learner.module.items()}
+        algo.train()
+        after = {id_: module.get_state() for id_, module in learner.module.items()}
+    finally:
+        algo.stop()
+    assert learner.errors.keys() == {"ours"}
+    changed = {
+        id_
+        for id_, state in after.items()
+        if any(not np.array_equal(state[key], before[id_][key]) for key in state)
+    }
+    assert changed == {"ours"}
 
 
 def test_a_killed_env_runner_is_replaced():
