@@ -10,6 +10,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import ray
+import torch
+import tree
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.connectors.learner import AddOneTsToEpisodesAndTruncate
@@ -122,6 +124,89 @@ def test_parity(schedule, num_envs):
         if module_id != "mlp":
             assert results[module_id]["num_rows_with_rebuilt_state"] == 0
             assert results[module_id]["num_rows_with_stale_state"] == 0
+
+
+def check_states(runner, samples):
+    """Compares all snapshots with a run of the module, step by step, over each agent's episode."""
+    pieces = defaultdict(list)
+    for episode in samples:
+        for agent in episode.agent_episodes.values():
+            if agent.module_id != "mlp":
+                pieces[agent.id_].append(agent)
+    num_rows = 0
+    for chunks in pieces.values():
+        module = runner.module[chunks[0].module_id]
+        max_seq_len = module.model_config["max_seq_len"]
+        initial = state = tree.map_structure(lambda leaf: leaf[None], module.get_initial_state())
+        # No step is lost or comes twice.
+        assert [chunk.t_started for chunk in chunks] == [0, *(chunk.t for chunk in chunks[:-1])]
+        for chunk in chunks:
+            snapshots = chunk.get_extra_model_outputs(Columns.STATE_OUT)
+            for step in range(len(chunk) + 1):
+                t = chunk.t_started + step
+                # The bootstrap step refers to the snapshot of the last step.
+                snapshot = snapshots[min(step, len(chunk) - 1)]
+                if step % max_seq_len == 0:
+                    num_rows += 1
+                    recorded = snapshot.state_at(t)
+                    if t == 0:
+                        assert recorded is None
+                        assert state is initial
+                    else:
+                        for name, leaf in state.items():
+                            np.testing.assert_allclose(recorded[name], leaf[0], atol=1e-5)
+                if step == len(chunk):
+                    break
+                obs = torch.as_tensor(chunk.get_observations(step))[None, None]
+                outputs = module.forward_inference({Columns.OBS: obs, Columns.STATE_IN: state})
+                state = outputs[Columns.STATE_OUT]
+                np.testing.assert_allclose(
+                    outputs[Columns.ACTION_DIST_INPUTS][0, 0],
+                    chunk.get_extra_model_outputs(Columns.ACTION_DIST_INPUTS, step),
+                    atol=1e-5,
+                )
+    return num_rows
+
+
+@pytest.mark.parametrize("fragment", [1, 4, 19])
+@pytest.mark.parametrize("schedule", ["together", "turns", "rates", "lives"])
+def test_states(schedule, fragment):
+    """Short fragments cut episodes while agents wait, several times in a row."""
+    config = ppo(schedule=schedule, num_envs=2, fragment=fragment, truncate=fragment == 4)
+    runner = MultiAgentEnvRunner(config=config)
+    samples = [episode for _ in range(100 // fragment) for episode in runner.sample()]
+    assert check_states(runner, samples) > 50
+
+
+class ReturningAgents(RandomAgents):
+    """Agent a1 dies at step 4 and comes back at step 30."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset()
+        self.length = 60
+        self.births = dict.fromkeys(self.possible_agents, 0)
+        self.deaths = {**dict.fromkeys(self.possible_agents, 60), "a1": 4}
+        self.agents = list(self.possible_agents)
+        return {agent: self._see() for agent in self.agents}, {}
+
+    def step(self, actions):
+        if self.t == 29:
+            self.births["a1"], self.deaths["a1"] = 30, 60
+        return super().step(actions)
+
+
+def test_an_agent_that_comes_back_starts_anew():
+    config = ppo(schedule="lives", fragment=10).environment(ReturningAgents)
+    runner = MultiAgentEnvRunner(config=config)
+    samples = [episode for _ in range(12) for episode in runner.sample()]
+    lives = {
+        (episode.id_, agent.id_)
+        for episode in samples
+        for agent_id, agent in episode.agent_episodes.items()
+        if agent_id == "a1"
+    }
+    assert len(lives) > len({episode_id for episode_id, _ in lives})
+    assert check_states(runner, samples) > 50
 
 
 def test_two_learners():
