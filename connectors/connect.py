@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
@@ -25,6 +25,8 @@ from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
 from connectors.module_specs import validated_row_lengths
 from connectors.module_to_env import SampleActions
+
+Piece = TypeVar("Piece", bound=ConnectorV2)
 
 
 def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> AlgorithmConfig:
@@ -159,9 +161,16 @@ def _build_env_to_module(
     episodes_per_trial: int,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "env_to_module_connector", env, spaces, device)
-    if not _contains(pieces, BuildModuleBatch):
+    given = _find(pieces, BuildModuleBatch)
+    if given is not None and given.episodes_per_trial != episodes_per_trial:
+        raise ValueError(
+            f"`episodes_per_trial` is {episodes_per_trial} in `connect`, but "
+            f"{given.episodes_per_trial} in the `BuildModuleBatch` of your builder. Give both the "
+            "same."
+        )
+    if given is None:
         pieces.append(BuildModuleBatch(device=device, episodes_per_trial=episodes_per_trial))
-    if map_spaces is not None and not _contains(pieces, MapSpaces):
+    if map_spaces is not None and _find(pieces, MapSpaces) is None:
         pieces.append(map_spaces())
     return pieces
 
@@ -180,7 +189,7 @@ def _build_module_to_env(
         "normalize_actions": normalize_actions,
         "clip_actions": clip_actions,
     }
-    if _contains(pieces, SampleActions):
+    if _find(pieces, SampleActions) is not None:
         return pieces
     if not pieces:
         return [SampleActions(), FormatActions(**flags)]
@@ -199,7 +208,7 @@ def _build_learner(
     user: Callable | None, observation_space: Any, action_space: Any
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "learner_connector", observation_space, action_space)
-    if not _contains(pieces, BuildTrainBatch):
+    if _find(pieces, BuildTrainBatch) is None:
         pieces.append(BuildTrainBatch())
     return pieces
 
@@ -225,12 +234,13 @@ def _user_pieces(builder: Callable | None, setting: str, *args: Any) -> list[Con
     )
 
 
-def _contains(pieces: list[ConnectorV2], kind: type[ConnectorV2]) -> bool:
-    return any(
-        isinstance(piece, kind)
-        or (isinstance(piece, ConnectorPipelineV2) and _contains(piece.connectors, kind))
-        for piece in pieces
-    )
+def _find(pieces: list[ConnectorV2], kind: type[Piece]) -> Piece | None:
+    for piece in pieces:
+        if isinstance(piece, ConnectorPipelineV2):
+            piece = _find(piece.connectors, kind)
+        if isinstance(piece, kind):
+            return piece
+    return None
 
 
 def _check_trials(config: AlgorithmConfig, episodes_per_trial: Any) -> None:

@@ -18,7 +18,13 @@ from ray.rllib.utils.annotations import override
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 from ray.rllib.utils.torch_utils import convert_to_torch_tensor
 
-from connectors.agents import acting_agents, batch_key, is_multi_agent, modules_by_id
+from connectors.agents import (
+    acting_agents,
+    batch_key,
+    has_items,
+    is_multi_agent,
+    modules_by_id,
+)
 from connectors.rollout import RolloutMemory, rollout_of
 from connectors.validation import device_of
 
@@ -50,11 +56,11 @@ class BuildModuleBatch(ConnectorV2):
     ):
         super().__init__(input_observation_space, input_action_space)
         self._device = None if device is None else str(device)
-        self._episodes_per_trial = episodes_per_trial
+        self.episodes_per_trial = episodes_per_trial
 
     @override(ConnectorV2)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
-        kwargs = {"device": self._device, "episodes_per_trial": self._episodes_per_trial}
+        kwargs = {"device": self._device, "episodes_per_trial": self.episodes_per_trial}
         return (self.input_observation_space, self.input_action_space), kwargs
 
     @override(ConnectorV2)
@@ -78,7 +84,7 @@ class BuildModuleBatch(ConnectorV2):
             return {}
         if shared_data is None:
             shared_data = {}
-        rollout = rollout_of(shared_data, self._episodes_per_trial)
+        rollout = rollout_of(shared_data, self.episodes_per_trial)
         rollout.advance(episodes)
         acting = acting_agents(episodes)
         batches = {}
@@ -107,7 +113,11 @@ class BuildModuleBatch(ConnectorV2):
         episodes: list[Any],
     ) -> dict[str, Any]:
         device = self._device or device_of(memory.module)
-        columns = {column: _select_items(column, data, agents) for column, data in batch.items()}
+        columns = {
+            column: _select_items(column, data, agents)
+            for column, data in batch.items()
+            if has_items(data, agents)
+        }
         infos = columns.pop(Columns.INFOS, None)
         columns = {column: _stack(items) for column, items in columns.items()}
         if Columns.OBS not in columns:

@@ -10,7 +10,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
-from connectors import MemoryPPOTorchLearner, connect
+from connectors import BuildModuleBatch, MemoryPPOTorchLearner, connect
 from tests.connectors.helpers import CountingRLModule
 from tests.envs import RandomAgents, RandomObservations
 
@@ -211,3 +211,12 @@ def test_complete_episodes_reset_all_environments():
     config = ppo().env_runners(batch_mode="complete_episodes")
     with pytest.raises(ValueError, match="`episodes_per_trial` is 2, but `batch_mode` is"):
         connect(config, episodes_per_trial=2)
+
+
+def test_a_builder_that_returns_our_piece():
+    config = ppo(episodes_per_trial=1)
+    config._env_to_module_connector = None
+    config.env_runners(env_to_module_connector=lambda *_: BuildModuleBatch(episodes_per_trial=2))
+    SingleAgentEnvRunner(config=connect(config, episodes_per_trial=2))
+    with pytest.raises(ValueError, match="`episodes_per_trial` is 3 in `connect`, but 2 in the"):
+        SingleAgentEnvRunner(config=connect(config, episodes_per_trial=3))

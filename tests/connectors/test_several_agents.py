@@ -124,6 +124,35 @@ class FlipActions(ConnectorV2):
         return batch
 
 
+class AddColumn(ConnectorV2):
+    """Adds a column for the agents of one module only."""
+
+    def __call__(self, *, rl_module, batch, episodes, **kwargs):
+        for agent in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
+            if agent.module_id == "lstm":
+                items = [np.float32(t) for t in range(len(agent))]
+                self.add_n_batch_items(batch, "t", items, len(agent), agent)
+        return batch
+
+
+@pytest.mark.ray
+def test_a_column_of_one_module():
+    config = ppo(schedule="rates")
+    config._learner_connector = None
+    config.learners(learner_connector=lambda *_: AddColumn())
+    runner = MultiAgentEnvRunner(config=connect(config))
+    batches = config.build_learner_connector(None, None)(
+        rl_module=runner.module,
+        batch={},
+        episodes=runner.sample(num_timesteps=60),
+        shared_data={},
+    )
+    assert [id_ for id_, columns in batches.items() if "t" in columns] == ["lstm"]
+    assert batches["lstm"]["t"].shape == batches["lstm"][Columns.OBS].shape[:2]
+    assert {Columns.OBS, Columns.ACTIONS} <= batches["mlp"].keys()
+    assert batches["mlp"][Columns.OBS].ndim == 2
+
+
 class CountRows(ConnectorV2):
     """Stands behind `SampleActions` and sees numpy batches by module."""
 
