@@ -183,7 +183,9 @@ def memory_config(
         num_envs = NUM_ENVS // num_agents
         config.environment("RepeatPreviousEasyAgents", env_config={"num_agents": num_agents})
         config.env_runners(num_envs_per_env_runner=num_envs)
-        config.training(train_batch_size_per_learner=fragment * num_envs)
+        # RLlib counts steps of the environment in both.
+        batch_size = fragment * num_envs
+        config.training(train_batch_size_per_learner=batch_size, minibatch_size=batch_size)
         config.multi_agent(policies={"shared"}, policy_mapping_fn=_shared_module)
     # RLlib's annotation of `model_config` names no dataclass but its own.
     spec = RLModuleSpec(module_class=module_class, model_config=cast(Any, model_config))
