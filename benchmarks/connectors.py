@@ -5,7 +5,8 @@
 PPO on POPGym's RepeatPreviousEasy, 16 environments in one process, compilation off. Metrics:
 `sampling`, one `EnvRunner.sample()`; `learner_connector`, the learner connector pipeline, value
 pass and advantages included; `iteration`, one `Algorithm.train()`; `bytes`, the pickled episodes
-of a sample. A second part compares with RLlib's own LSTM, see `benchmarks.rllib_lstm`.
+of a sample. A second part compares with RLlib's own LSTM, see `benchmarks.rllib_lstm`, a third
+several agents with a single one, see `benchmarks.several_agents`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import tree
 from ray.rllib.core.columns import Columns
 from ray.rllib.evaluation.postprocessing import Postprocessing
 
-from benchmarks import rllib_lstm
+from benchmarks import rllib_lstm, several_agents
 from benchmarks.harness import (
     Record,
     alternate,
@@ -50,7 +51,9 @@ ITERATION_EPOCHS = {"": 1, "-8-epochs": 8}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--only", metavar="CASE", help="a single case; `lstm-256` is one, too")
+    parser.add_argument(
+        "--only", metavar="CASE", help="a single case; `lstm-256` and `4-agents`, too"
+    )
     parser.add_argument(
         "--fragment", type=int, default=256, help="steps an environment and sample (default: 256)"
     )
@@ -69,6 +72,8 @@ def run(args: argparse.Namespace) -> list[Record]:
             records += compare(case, **options)
     if args.only in (None, rllib_lstm.CASE):
         records += rllib_lstm.compare(**options)
+    if args.only in (None, several_agents.CASE):
+        records += several_agents.compare(**options)
     return records
 
 

@@ -11,10 +11,11 @@ import torch
 from popgym.envs.repeat_previous import RepeatPreviousEasy
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.connectors.env_to_module import FlattenObservations
-from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.env.multi_agent_env import make_multi_agent
 from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 from ray.tune.registry import register_env
 
@@ -34,6 +35,7 @@ HYPERPARAMETERS = {
 }
 
 register_env("RepeatPreviousEasy", lambda _: RepeatPreviousEasy())
+register_env("RepeatPreviousEasyAgents", make_multi_agent(lambda _: RepeatPreviousEasy()))
 
 
 class Rig:
@@ -49,7 +51,15 @@ class Rig:
         self.algo: Any = config.build_algo()
         self.runner: Any = self.algo.env_runner
         self.learner: Any = self.algo.learner_group._learner
-        self.module: Any = self.learner.module[DEFAULT_MODULE_ID].unwrapped()
+        # The only one: several agents share it.
+        self.module_id = next(iter(self.learner.module.keys()))
+        self.module: Any = self.learner.module[self.module_id].unwrapped()
+
+    @property
+    def _sampling_module(self) -> Any:
+        module = self.runner.module
+        several = isinstance(module, MultiRLModule)
+        return (module[self.module_id] if several else module).unwrapped()
 
     @property
     def num_parameters(self) -> int:
@@ -79,7 +89,7 @@ class Rig:
             shared_data={},
             metrics=self.learner.metrics,
         )
-        return batch[DEFAULT_MODULE_ID]
+        return batch[self.module_id]
 
     def update(self, episodes: list[Any]) -> None:
         """The Learner's part of an iteration, learner connector included."""
@@ -120,8 +130,7 @@ class Rig:
     def copy_weights(self, other: "Rig") -> None:
         """Takes over the other rig's weights, for training and for sampling."""
         self.module.load_state_dict(other.module.state_dict())
-        own, others = (rig.runner.module.unwrapped() for rig in (self, other))
-        own.load_state_dict(others.state_dict())
+        self._sampling_module.load_state_dict(other._sampling_module.state_dict())
 
     def stop(self) -> None:
         """Frees the algorithm."""
@@ -162,10 +171,22 @@ def memory_config(
     connected: bool,
     fragment: int = 256,
     device: str = "cpu",
+    num_agents: int = 1,
     **hyperparameters: Any,
 ) -> PPOConfig:
-    """PPO with a module of ours, on our connectors or on RLlib's."""
+    """PPO with a module of ours, on our connectors or on RLlib's.
+
+    With several agents these share the module, in so many environments fewer.
+    """
     config = _base_config(fragment, device, hyperparameters)
+    if num_agents > 1:
+        num_envs = NUM_ENVS // num_agents
+        config.environment("RepeatPreviousEasyAgents", env_config={"num_agents": num_agents})
+        config.env_runners(num_envs_per_env_runner=num_envs)
+        # RLlib counts steps of the environment in both.
+        batch_size = fragment * num_envs
+        config.training(train_batch_size_per_learner=batch_size, minibatch_size=batch_size)
+        config.multi_agent(policies={"shared"}, policy_mapping_fn=_shared_module)
     # RLlib's annotation of `model_config` names no dataclass but its own.
     spec = RLModuleSpec(module_class=module_class, model_config=cast(Any, model_config))
     config.rl_module(rl_module_spec=spec)
@@ -186,6 +207,11 @@ def rllib_lstm_config(
     config.env_runners(env_to_module_connector=lambda *_: FlattenObservations())
     config.rl_module(model_config=model_config)
     return config
+
+
+def _shared_module(agent_id: Any, episode: Any, **kwargs: Any) -> str:
+    # No lambda: it is pickled with the episodes.
+    return "shared"
 
 
 def _base_config(fragment: int, device: str, hyperparameters: dict[str, Any]) -> PPOConfig:

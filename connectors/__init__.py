@@ -2,6 +2,7 @@
 
 from connectors.advantages import ComputeAdvantages
 from connectors.connect import connect
+from connectors.divisible import DivisibleEpisode, MemoryMultiAgentEnvRunner
 from connectors.env_to_module import BuildModuleBatch
 from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
@@ -18,10 +19,12 @@ __all__ = [
     "BuildModuleBatch",
     "BuildTrainBatch",
     "ComputeAdvantages",
+    "DivisibleEpisode",
     "FormatActions",
     "MemoryAPPOTorchLearner",
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
+    "MemoryMultiAgentEnvRunner",
     "MemoryPPOTorchLearner",
     "SampleActions",
     "StateSnapshot",

@@ -15,6 +15,7 @@ from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.annotations import override
 
+from connectors.agents import agents_by_module
 from connectors.layout import RowLayout
 
 
@@ -65,9 +66,7 @@ class ComputeAdvantages(ConnectorV2):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Adds `ADVANTAGES` and `VALUE_TARGETS` to each module's batch."""
-        agent_episodes = list(
-            self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False)
-        )
+        agents = agents_by_module(episodes)
         results: dict[str, _Steps] = {}
         for module_id, module_batch in batch.items():
             if module_id not in rl_module:
@@ -75,9 +74,7 @@ class ComputeAdvantages(ConnectorV2):
             module = rl_module[module_id].unwrapped()
             if not isinstance(module, ValueFunctionAPI):
                 continue
-            lengths = [
-                len(episode) for episode in agent_episodes if episode.module_id in (None, module_id)
-            ]
+            lengths = [len(episode) for episode in agents[module_id]]
             results[module_id] = self._compute(module, module_batch, lengths)
         moments = _moments(results, list(rl_module.keys()))
         for module_id, steps in results.items():

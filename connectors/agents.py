@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -43,13 +43,13 @@ def agent_at(row: Row, episodes: list[Any]) -> SingleAgentEpisode | None:
 
 
 def agents_by_module(episodes: list[Any]) -> dict[str, list[SingleAgentEpisode]]:
-    """The episodes of all agents, by module and in RLlib's order."""
+    """The episodes of all agents, by module."""
     if not is_multi_agent(episodes):
         return {DEFAULT_MODULE_ID: episodes}
     agents = defaultdict(list)
     for episode in episodes:
-        for agent_id in episode.agent_ids:
-            agent = episode.agent_episodes[agent_id]
+        # RLlib goes through a set of agent IDs, in an order that differs from process to process.
+        for agent in episode.agent_episodes.values():
             agents[agent.module_id].append(agent)
     return dict(agents)
 
@@ -66,6 +66,12 @@ def batch_key(agent: SingleAgentEpisode) -> tuple:
     if agent.agent_id is None:
         return (agent.id_,)
     return (agent.multi_agent_episode_id, agent.agent_id, agent.module_id)
+
+
+def has_items(data: Any, agents: Sequence[SingleAgentEpisode]) -> bool:
+    """False where a column holds items of other modules' agents only."""
+    several = agents[0].agent_id is not None
+    return not (several and isinstance(data, dict)) or any(batch_key(a) in data for a in agents)
 
 
 def modules_by_id(rl_module: Any, module_ids: Iterable[str]) -> dict[str, RLModule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
@@ -19,14 +19,17 @@ from ray.rllib.connectors.module_to_env import (
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 
 from connectors.algorithms import learner_class, support_for
+from connectors.divisible import MemoryMultiAgentEnvRunner
 from connectors.env_to_module import BuildModuleBatch, MapSpaces
 from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
 from connectors.module_specs import validated_row_lengths
 from connectors.module_to_env import SampleActions
 
+Piece = TypeVar("Piece", bound=ConnectorV2)
 
-def connect(config: AlgorithmConfig) -> AlgorithmConfig:
+
+def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> AlgorithmConfig:
     """Plugs the sequence connectors into a config, around connectors it already has.
 
     Call it after all other settings. Calling it twice changes nothing.
@@ -56,23 +59,32 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
 
     Args:
         config: A PPO, APPO or IMPALA config, for one agent or several. It is changed in place.
+        episodes_per_trial: Episodes over which a sub-environment keeps its agents' states. With 1
+            each episode starts from the initial state.
 
     Returns:
         The same config.
 
     Raises:
-        ValueError: if the algorithm or its Learner class is not supported, if `max_seq_len` of a
-            module is missing or wrong, or if settings of the algorithm do not fit rows.
+        ValueError: if the algorithm, its Learner or its EnvRunner class is not supported, if
+            `max_seq_len` of a module is missing or wrong, if settings of the algorithm do not fit
+            rows, or if `episodes_per_trial` is below 1 or at odds with `batch_mode`.
     """
     support = support_for(config)
     learner = learner_class(config, support)
     _check_pipelines(config)
+    _check_trials(config, episodes_per_trial)
     support.prepare(config, validated_row_lengths(config))
+
+    _make_episodes_divisible(config)
 
     user = _user_builders(config)
     config.env_runners(
         env_to_module_connector=_wrap(
-            _build_env_to_module, user["env_to_module"], map_spaces=_space_mapping(config)
+            _build_env_to_module,
+            user["env_to_module"],
+            map_spaces=_space_mapping(config),
+            episodes_per_trial=episodes_per_trial,
         ),
         add_default_connectors_to_env_to_module_pipeline=False,
         module_to_env_connector=_wrap(
@@ -114,6 +126,21 @@ def _wrap(build: Callable, user: Callable | None, **kwargs: Any) -> Callable:
     return partial(build, user, **kwargs)
 
 
+def _make_episodes_divisible(config: AlgorithmConfig) -> None:
+    """With several Learners, sets the EnvRunner whose multi-agent episodes can be shared out."""
+    if not config.is_multi_agent or (config.num_learners or 0) < 2:
+        return
+    current = config.env_runner_cls
+    if current is None or issubclass(MemoryMultiAgentEnvRunner, current):
+        config.env_runners(env_runner_cls=MemoryMultiAgentEnvRunner)
+    elif not issubclass(current, MemoryMultiAgentEnvRunner):
+        raise ValueError(
+            f"`env_runner_cls` is `{current.__name__}`, whose episodes of several agents cannot be "
+            "shared out over several Learners. Derive it from `MemoryMultiAgentEnvRunner`, or use "
+            "one Learner."
+        )
+
+
 def _space_mapping(config: AlgorithmConfig) -> Callable[[], MapSpaces] | None:
     """Builds the piece that tells RLlib the spaces of each module; not needed for one agent."""
     if not config.is_multi_agent:
@@ -133,11 +160,19 @@ def _build_env_to_module(
     device: Any = None,
     *,
     map_spaces: Callable[[], MapSpaces] | None,
+    episodes_per_trial: int,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "env_to_module_connector", env, spaces, device)
-    if not _contains(pieces, BuildModuleBatch):
-        pieces.append(BuildModuleBatch(device=device))
-    if map_spaces is not None and not _contains(pieces, MapSpaces):
+    given = _find(pieces, BuildModuleBatch)
+    if given is not None and given.episodes_per_trial != episodes_per_trial:
+        raise ValueError(
+            f"`episodes_per_trial` is {episodes_per_trial} in `connect`, but "
+            f"{given.episodes_per_trial} in the `BuildModuleBatch` of your builder. Give both the "
+            "same."
+        )
+    if given is None:
+        pieces.append(BuildModuleBatch(device=device, episodes_per_trial=episodes_per_trial))
+    if map_spaces is not None and _find(pieces, MapSpaces) is None:
         pieces.append(map_spaces())
     return pieces
 
@@ -156,7 +191,7 @@ def _build_module_to_env(
         "normalize_actions": normalize_actions,
         "clip_actions": clip_actions,
     }
-    if _contains(pieces, SampleActions):
+    if _find(pieces, SampleActions) is not None:
         return pieces
     if not pieces:
         return [SampleActions(), FormatActions(**flags)]
@@ -179,16 +214,16 @@ def _build_learner(
     bootstrap_slot: bool,
 ) -> list[ConnectorV2]:
     pieces = _user_pieces(user, "learner_connector", observation_space, action_space)
-    for piece in pieces:
-        if isinstance(piece, BuildTrainBatch) and piece.bootstrap_slot != bootstrap_slot:
-            raise ValueError(
-                f"`bootstrap_slot` of the `BuildTrainBatch` in your `learner_connector` is "
-                f"{piece.bootstrap_slot}, but must be {bootstrap_slot} for this algorithm: V-trace "
-                "(APPO, IMPALA) needs that slot, advantages (PPO) are computed without it. Set "
-                f"`BuildTrainBatch(bootstrap_slot={bootstrap_slot})`."
-            )
-    if not _contains(pieces, BuildTrainBatch):
+    given = _find(pieces, BuildTrainBatch)
+    if given is None:
         pieces.append(BuildTrainBatch(bootstrap_slot=bootstrap_slot))
+    elif given.bootstrap_slot != bootstrap_slot:
+        raise ValueError(
+            f"`bootstrap_slot` of the `BuildTrainBatch` in your `learner_connector` is "
+            f"{given.bootstrap_slot}, but must be {bootstrap_slot} for this algorithm: V-trace "
+            "(APPO, IMPALA) needs that slot, advantages (PPO) are computed without it. Set "
+            f"`BuildTrainBatch(bootstrap_slot={bootstrap_slot})`."
+        )
     return pieces
 
 
@@ -213,12 +248,29 @@ def _user_pieces(builder: Callable | None, setting: str, *args: Any) -> list[Con
     )
 
 
-def _contains(pieces: list[ConnectorV2], kind: type[ConnectorV2]) -> bool:
-    return any(
-        isinstance(piece, kind)
-        or (isinstance(piece, ConnectorPipelineV2) and _contains(piece.connectors, kind))
-        for piece in pieces
-    )
+def _find(pieces: list[ConnectorV2], kind: type[Piece]) -> Piece | None:
+    for piece in pieces:
+        if isinstance(piece, ConnectorPipelineV2):
+            piece = _find(piece.connectors, kind)
+        if isinstance(piece, kind):
+            return piece
+    return None
+
+
+def _check_trials(config: AlgorithmConfig, episodes_per_trial: Any) -> None:
+    if type(episodes_per_trial) is not int or episodes_per_trial < 1:
+        raise ValueError(
+            f"`episodes_per_trial` is {episodes_per_trial!r}, but must be an integer of at least "
+            "1: the number of episodes over which states are kept. Use 1 to start each episode "
+            "from the initial state."
+        )
+    if episodes_per_trial > 1 and config.batch_mode == "complete_episodes":
+        raise ValueError(
+            f"`episodes_per_trial` is {episodes_per_trial}, but `batch_mode` is "
+            '"complete_episodes", with which RLlib resets all environments for each batch and a '
+            "trial ends with its first episode. Use "
+            '`config.env_runners(batch_mode="truncate_episodes")`.'
+        )
 
 
 def _check_pipelines(config: AlgorithmConfig) -> None:

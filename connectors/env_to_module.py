@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -18,7 +18,13 @@ from ray.rllib.utils.annotations import override
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 from ray.rllib.utils.torch_utils import convert_to_torch_tensor
 
-from connectors.agents import acting_agents, batch_key, is_multi_agent, modules_by_id
+from connectors.agents import (
+    acting_agents,
+    batch_key,
+    has_items,
+    is_multi_agent,
+    modules_by_id,
+)
 from connectors.rollout import RolloutMemory, rollout_of
 from connectors.validation import device_of
 
@@ -29,7 +35,7 @@ class BuildModuleBatch(ConnectorV2):
     Columns that earlier pieces put into the batch are kept; `OBS` comes from the episodes if none
     did. For a module with memory each column gets a time axis, `[B, 1, ...]`, and `STATE_IN` is
     one batched tensor tree, still on its device: for each agent the `STATE_OUT` of its last step,
-    or the initial state if its episode has just started.
+    or what its episode starts from.
 
     Pieces behind this one see tensors.
 
@@ -37,6 +43,7 @@ class BuildModuleBatch(ConnectorV2):
         input_observation_space: See `ConnectorV2`.
         input_action_space: See `ConnectorV2`.
         device: Where the batch goes; None for the device of the module.
+        episodes_per_trial: See `connect`.
     """
 
     def __init__(
@@ -45,13 +52,16 @@ class BuildModuleBatch(ConnectorV2):
         input_action_space: gym.Space | None = None,
         *,
         device: torch.device | str | None = None,
+        episodes_per_trial: int = 1,
     ):
         super().__init__(input_observation_space, input_action_space)
         self._device = None if device is None else str(device)
+        self.episodes_per_trial = episodes_per_trial
 
     @override(ConnectorV2)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
-        return (self.input_observation_space, self.input_action_space), {"device": self._device}
+        kwargs = {"device": self._device, "episodes_per_trial": self.episodes_per_trial}
+        return (self.input_observation_space, self.input_action_space), kwargs
 
     @override(ConnectorV2)
     def __call__(
@@ -74,7 +84,7 @@ class BuildModuleBatch(ConnectorV2):
             return {}
         if shared_data is None:
             shared_data = {}
-        rollout = rollout_of(shared_data)
+        rollout = rollout_of(shared_data, self.episodes_per_trial)
         rollout.advance(episodes)
         acting = acting_agents(episodes)
         batches = {}
@@ -103,7 +113,11 @@ class BuildModuleBatch(ConnectorV2):
         episodes: list[Any],
     ) -> dict[str, Any]:
         device = self._device or device_of(memory.module)
-        columns = {column: _select_items(column, data, agents) for column, data in batch.items()}
+        columns = {
+            column: _select_items(column, data, agents)
+            for column, data in batch.items()
+            if has_items(data, agents)
+        }
         infos = columns.pop(Columns.INFOS, None)
         columns = {column: _stack(items) for column, items in columns.items()}
         if Columns.OBS not in columns:
@@ -131,6 +145,24 @@ class MapSpaces(AgentToModuleMapping):
         rl_module_specs: The modules' specs by ID, or just the IDs.
         agent_to_module_mapping_fn: `config.policy_mapping_fn`.
     """
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space | None = None,
+        input_action_space: gym.Space | None = None,
+        *,
+        rl_module_specs: Any,
+        agent_to_module_mapping_fn: Callable | None,
+    ):
+        # Spaces given to RLlib's constructor are mapped before it has set these.
+        self._rl_module_specs = rl_module_specs
+        self._agent_to_module_mapping_fn = agent_to_module_mapping_fn
+        super().__init__(
+            input_observation_space,
+            input_action_space,
+            rl_module_specs=rl_module_specs,
+            agent_to_module_mapping_fn=agent_to_module_mapping_fn,
+        )
 
     @override(AgentToModuleMapping)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:

@@ -17,7 +17,7 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from ray.rllib.utils.spaces.space_utils import BatchedNdArray
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 
-from connectors.agents import agents_by_module, batch_key, modules_by_id
+from connectors.agents import agents_by_module, batch_key, has_items, modules_by_id
 from connectors.layout import RowLayout
 from connectors.row_states import row_states
 from connectors.validation import row_length
@@ -125,8 +125,11 @@ def _build(
     """
     # Lists of one part an episode, or the concatenated steps of all episodes.
     steps = {
-        column: _collect_column(column, data, agents, layout) for column, data in given.items()
+        column: _collect_column(column, data, agents, layout)
+        for column, data in given.items()
+        if has_items(data, agents)
     }
+    obs_given = Columns.OBS in steps
     _add_episode_columns(steps, agents)
     if module is None:
         return {column: _join_column(parts) for column, parts in steps.items()}, {}
@@ -137,9 +140,7 @@ def _build(
         columns[Columns.LOSS_MASK] = BatchedNdArray(layout.valid)
     if isinstance(layout, VTraceLayout):
         neutralize(columns, layout.real)
-    states, num_rebuilt, num_stale = row_states(
-        module, agents, layout, steps, obs_given=Columns.OBS in given
-    )
+    states, num_rebuilt, num_stale = row_states(module, agents, layout, steps, obs_given=obs_given)
     columns[Columns.STATE_IN] = tree.map_structure(BatchedNdArray, states)
     return columns, {NUM_REBUILT_ROWS: num_rebuilt, NUM_STALE_ROWS: num_stale}
 

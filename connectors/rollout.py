@@ -28,10 +28,22 @@ class RolloutMemory:
         state_in: Tree of batched tensors that this pass starts from.
     """
 
-    __slots__ = ("_bank", "_snapshots", "_waiting", "module", "row_length", "rows", "state_in")
+    __slots__ = (
+        "_bank",
+        "_heirs",
+        "_latest",
+        "_snapshots",
+        "_trials",
+        "_waiting",
+        "module",
+        "row_length",
+        "rows",
+        "state_in",
+    )
 
-    def __init__(self, module: RLModule):
+    def __init__(self, module: RLModule, *, trials: bool = False):
         self.module = module
+        self._trials = trials
         self.row_length = row_length(module)
         if isinstance(module, torch.nn.Module):
             # RLlib sets this mode for each pass anyway, and back: a walk over all submodules that
@@ -48,6 +60,14 @@ class RolloutMemory:
         self._snapshots: dict[str, StateSnapshot] = {}
         # Same key: agents that have acted at timestep t and whose environment has yet to answer.
         self._waiting: dict[str, tuple[Row, SingleAgentEpisode, int]] = {}
+        # In trials: the agent's latest episode, and whether a pass was run after its end.
+        self._latest: dict[Row, tuple[str, bool]] = {}
+        self._heirs: dict[int, tuple[str, bool]] = {}
+
+    def end_trial(self, position: int) -> None:
+        """Has the next episode of a sub-environment start from the initial state."""
+        for row in [row for row in self._latest if row[0] == position]:
+            del self._latest[row]
 
     def follow_cuts(self, episodes: list[Any]) -> None:
         """Starts new rows for agents whose episode was cut while they wait.
@@ -103,12 +123,25 @@ class RolloutMemory:
         device: str,
     ) -> Any:
         """The states that the coming pass starts from, a row an agent of `rows`."""
+        if self._trials:
+            self._find_heirs(agents)
         return self._bank.take(
             [agent.id_ for agent in agents],
             [row for row, agent in enumerate(agents) if agent.t == 0],
-            lambda: live_ids(episodes, module_id),
+            lambda: {*live_ids(episodes, module_id), *(id_ for id_, _ in self._latest.values())},
             device,
+            heirs=self._heirs,
         )
+
+    def _find_heirs(self, agents: list[SingleAgentEpisode]) -> None:
+        """Finds the agents that go on with the state of their last episode."""
+        self._heirs = {}
+        for i, (row, agent) in enumerate(zip(self.rows, agents, strict=True)):
+            latest = self._latest.get(row)
+            if agent.t == 0 and latest is not None and latest[0] != agent.id_:
+                self._heirs[i] = latest
+            # RLlib runs a single agent's module once more after the episode's end.
+            self._latest[row] = (agent.id_, agent.is_done)
 
     def record(self, agents: list[SingleAgentEpisode], state_out: Any) -> np.ndarray:
         """Keeps what the pass has led to; opens a snapshot for each step that is a row's first.
@@ -132,7 +165,7 @@ class RolloutMemory:
                 state = None if snapshot is None else snapshot.state_at(t)
                 snapshot = StateSnapshot(t, state)
                 self._snapshots[id_] = snapshot
-                if t > 0 and state is None:
+                if state is None and (t > 0 or row in self._heirs):
                     rows.append(row)
                 if t > 0 and t == agent.t_started:
                     _forget_lookback(agent, snapshot)
@@ -151,22 +184,29 @@ class RolloutMemory:
 class Rollout:
     """The memories of all modules of an EnvRunner; RLlib drops it when it resets environments.
 
+    Args:
+        episodes_per_trial: Episodes over which a sub-environment's agents keep their states.
+
     Attributes:
         memories: By module ID.
         acted: Whether the modules have acted on the last batch that was built.
     """
 
-    __slots__ = ("acted", "memories")
+    __slots__ = ("_episodes_per_trial", "_trials", "acted", "memories")
 
-    def __init__(self):
+    def __init__(self, episodes_per_trial: int = 1):
         self.memories: dict[str, RolloutMemory] = {}
         self.acted = True
+        self._episodes_per_trial = episodes_per_trial
+        # By position of the sub-environment: its present episode, and which of the trial it is.
+        self._trials: dict[int, tuple[str, int]] = {}
 
     def memory(self, module_id: str, module: RLModule) -> RolloutMemory:
         """The memory of a module; a new one for a new module."""
         memory = self.memories.get(module_id)
         if memory is None or memory.module is not module:
-            memory = self.memories[module_id] = RolloutMemory(module)
+            trials = self._episodes_per_trial > 1
+            memory = self.memories[module_id] = RolloutMemory(module, trials=trials)
         return memory
 
     def advance(self, episodes: list[Any]) -> None:
@@ -184,23 +224,35 @@ class Rollout:
         for memory in self.memories.values():
             memory.rows = []
         self.acted = False
+        if self._episodes_per_trial > 1:
+            self._count_episodes(episodes)
 
     def follow_cuts(self, episodes: list[Any]) -> None:
         """See `RolloutMemory.follow_cuts`."""
         for memory in self._with_state():
             memory.follow_cuts(episodes)
 
+    def _count_episodes(self, episodes: list[Any]) -> None:
+        for position, episode in enumerate(episodes):
+            id_, number = self._trials.get(position, (episode.id_, 0))
+            if id_ != episode.id_:
+                number = (number + 1) % self._episodes_per_trial
+                if number == 0:
+                    for memory in self._with_state():
+                        memory.end_trial(position)
+            self._trials[position] = (episode.id_, number)
+
     def _with_state(self) -> list[RolloutMemory]:
         return [memory for memory in self.memories.values() if memory.row_length is not None]
 
 
-def rollout_of(shared_data: dict[str, Any] | None) -> Rollout:
+def rollout_of(shared_data: dict[str, Any] | None, episodes_per_trial: int = 1) -> Rollout:
     """What is kept in the runner's `shared_data`."""
     if shared_data is None:
         return Rollout()
     rollout = shared_data.get(_KEY)
     if rollout is None:
-        rollout = shared_data[_KEY] = Rollout()
+        rollout = shared_data[_KEY] = Rollout(episodes_per_trial)
     return rollout
 
 

@@ -59,9 +59,11 @@ def row_states(
         for start in starts:
             t = episode.t_started + start
             snapshot = outputs[start]
-            state = first if t == 0 else snapshot.state_at(t)
+            # A trial's later episodes start from a state that is recorded.
+            initial = t == 0 and snapshot.state is None
+            state = first if initial else snapshot.state_at(t)
             if state is None:
-                known = first if snapshot.t == 0 else snapshot.state
+                known = first if snapshot.state is None else snapshot.state
                 gap = t - snapshot.t
                 inputs = _gap_steps(episode, position, layout, steps, start, gap, obs_given)
                 if inputs is None:

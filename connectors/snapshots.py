@@ -27,8 +27,8 @@ class StateSnapshot:
 
     Args:
         t: Timestep in the episode, counted from its reset, of the step that `state` precedes.
-        state: Tree of numpy arrays without batch axis: the state before step `t`. None if `t` is
-            0: the module knows its initial state.
+        state: Tree of numpy arrays without batch axis: the state before step `t`. None for the
+            initial state, which the module knows.
 
     Attributes:
         t: See above.
@@ -52,7 +52,7 @@ class StateSnapshot:
         self.end_state = state
 
     def state_at(self, t: int) -> Any | None:
-        """The state before step `t` (not 0) if it is recorded here, else None."""
+        """The state before step `t` if it is recorded here, else None."""
         if t == self.t:
             return self.state
         if t == self.end_t:

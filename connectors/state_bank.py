@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class StateBank:
         starts: Sequence[int],
         live_ids: Callable[[], Collection[str]],
         device: str,
+        *,
+        heirs: Mapping[int, tuple[str, bool]] | None = None,
     ) -> Any:
         """The states that a pass starts from.
 
@@ -56,11 +58,14 @@ class StateBank:
             starts: Rows to start from the initial state; those of unknown agents do so anyway.
             live_ids: Returns the agents that may act later.
             device: Where the batch is.
+            heirs: Rows of new agents that take over the state of another agent: whose, and whether
+                it is the one before its last step instead of the one after it.
 
         Returns:
             Tree of tensors `(len(ids), ...)`.
         """
         first = None
+        inherited = self._inherited(heirs) if heirs else None
         if ids != self._ids:
             unknown = [row for row, id_ in enumerate(ids) if id_ not in self._rows]
             if unknown:
@@ -75,6 +80,11 @@ class StateBank:
         if starts:
             first = initial_state(self._module, device) if first is None else first
             states = _replace(states, starts, first)
+        if heirs:
+            index = torch.tensor(list(heirs), device=device)
+            states = tree.map_structure(
+                lambda leaf, new: leaf.index_copy(0, index, new.to(leaf.dtype)), states, inherited
+            )
         self._running = (ids, rows)
         return states
 
@@ -102,6 +112,15 @@ class StateBank:
     def states_before(self, ids: Sequence[str]) -> list[Any]:
         """Copies of the states before the last step of some agents, as trees of numpy arrays."""
         return copy_rows(self._before, [self._rows[id_] for id_ in ids])
+
+    def _inherited(self, heirs: Mapping[int, tuple[str, bool]]) -> Any:
+        states = [
+            tree.map_structure(
+                lambda leaf, row=self._rows[id_]: leaf[row], self._before if before else self._after
+            )
+            for id_, before in heirs.values()
+        ]
+        return tree.map_structure(lambda *leaves: torch.stack(leaves), *states)
 
     def _make_room(self, new: list[str], kept: Collection[str], first: Any) -> None:
         """Gives new agents rows: those of agents that are gone, then further ones."""

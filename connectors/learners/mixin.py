@@ -15,6 +15,7 @@ from ray.rllib.utils.annotations import override
 from ray.rllib.utils.typing import ParamDict
 
 from connectors.advantages import ComputeAdvantages
+from connectors.learners.common_modules import KeepCommonModules
 from connectors.learners.minibatches import RowMinibatches
 
 logger = logging.getLogger("rllib_memory")
@@ -30,6 +31,7 @@ class MemoryLearnerMixin(TorchLearner):
       RLlib would set such gradients to 0 or a huge number and step.
     - RLlib's advantage connector is replaced by `ComputeAdvantages`.
     - Every row of a batch is trained on equally often, see `RowMinibatches`.
+    - Several Learners update the same modules, see `KeepCommonModules`.
     """
 
     _largest_raw_gradient: torch.Tensor | None = None
@@ -50,6 +52,8 @@ class MemoryLearnerMixin(TorchLearner):
                 ComputeAdvantages(gamma=config.gamma, lambda_=config.lambda_),
             )
             pipeline.remove(GeneralAdvantageEstimation)
+        if pipeline is not None and self.distributed and len(self.module) > 1:
+            pipeline.append(KeepCommonModules())
 
     @override(TorchLearner)
     def _create_iterator_if_necessary(

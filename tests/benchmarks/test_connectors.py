@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import compilation, connectors, rllib_lstm
+from benchmarks import compilation, connectors, rllib_lstm, several_agents
 from benchmarks.harness import CorrectnessError, check
 
 SHORT = {"fragment": 64, "min_runs": 1, "seconds": 0.0}
@@ -32,6 +32,13 @@ def test_lstm():
         assert (r["case"], r["peer"]) == ("lstm-256", "rllib-lstm")
         sizes = r["parameters"]
         assert sizes["ours"] == pytest.approx(sizes["theirs"], rel=0.05)
+
+
+@pytest.mark.ray
+def test_several_agents():
+    records = several_agents.compare(**SHORT)
+    assert [r["metric"] for r in records] == ["sampling", "learner_connector"]
+    assert all((r["case"], r["peer"]) == ("4-agents", "single-agent") for r in records)
 
 
 @pytest.mark.ray

@@ -10,6 +10,7 @@ from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.core.rl_module.torch import TorchRLModule
+from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.postprocessing.value_predictions import compute_value_targets
 
@@ -122,8 +123,10 @@ def test_several_modules():
     episodes.append(make_episodes(lstm_module(T)["default_policy"], [(3, 0, "cut")])[0])
     episodes[-1].module_id = "other"
     batches = {"default_policy": batch, "other": flat, "policy_only": {"obs": flat["obs"]}}
+    several = MultiAgentEpisode()
+    several.agent_episodes = dict(enumerate(episodes))
     result = ComputeAdvantages(gamma=0.5, lambda_=1.0)(
-        rl_module=module, episodes=episodes, batch=batches
+        rl_module=module, episodes=[several], batch=batches
     )
     assert list(result) == ["default_policy", "other", "policy_only"]
     assert result["policy_only"].keys() == {"obs"}
