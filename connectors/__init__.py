@@ -6,6 +6,7 @@ from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
 from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
 from connectors.module_to_env import FormatActions, SampleActions
+from connectors.replay import SequenceReplayBuffer
 from connectors.snapshots import StateSnapshot
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "SampleActions",
+    "SequenceReplayBuffer",
     "StateSnapshot",
     "connect",
 ]

@@ -2,5 +2,11 @@
 
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
+from connectors.learners.replay import ReplayLearnerMixin
 
-__all__ = ["NUM_NONFINITE_GRADIENTS", "MemoryLearnerMixin", "MemoryPPOTorchLearner"]
+__all__ = [
+    "NUM_NONFINITE_GRADIENTS",
+    "MemoryLearnerMixin",
+    "MemoryPPOTorchLearner",
+    "ReplayLearnerMixin",
+]
