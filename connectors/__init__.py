@@ -4,7 +4,11 @@ from connectors.advantages import ComputeAdvantages
 from connectors.connect import connect
 from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+from connectors.learners import (
+    MemoryDQNTorchLearner,
+    MemoryLearnerMixin,
+    MemoryPPOTorchLearner,
+)
 from connectors.module_to_env import FormatActions, SampleActions
 from connectors.replay import SequenceReplayBuffer
 from connectors.snapshots import StateSnapshot
@@ -14,6 +18,7 @@ __all__ = [
     "BuildTrainBatch",
     "ComputeAdvantages",
     "FormatActions",
+    "MemoryDQNTorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "SampleActions",

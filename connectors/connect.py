@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
 from ray.rllib.algorithms.ppo.default_ppo_rl_module import DefaultPPORLModule
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from ray.rllib.connectors.connector_v2 import ConnectorV2
@@ -57,7 +58,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     ```
 
     Args:
-        config: A PPO config with a single-agent module. It is changed in place.
+        config: A PPO or DQN config with a single-agent module. It is changed in place.
 
     Returns:
         The same config.
@@ -231,6 +232,6 @@ def _may_be_stateful(spec: RLModuleSpec, model_config: dict[str, Any]) -> bool:
     module_class = spec.module_class
     if module_class is None or module_class.get_initial_state is RLModule.get_initial_state:
         return False
-    if issubclass(module_class, DefaultPPORLModule):
+    if issubclass(module_class, (DefaultPPORLModule, DefaultDQNRLModule)):
         return bool(model_config.get("use_lstm"))
     return True

@@ -4,16 +4,22 @@ from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.linear_attention import (
     DeepLinearAttentionConfig,
+    DeepLinearAttentionQRLModule,
     DeepLinearAttentionRLModule,
     LinearAttentionConfig,
+    LinearAttentionQRLModule,
     LinearAttentionRLModule,
 )
+from rlmodules.q_learning import MemoryQRLModule
 
 __all__ = [
     "DeepLinearAttentionConfig",
+    "DeepLinearAttentionQRLModule",
     "DeepLinearAttentionRLModule",
     "LinearAttentionConfig",
+    "LinearAttentionQRLModule",
     "LinearAttentionRLModule",
     "MemoryConfig",
+    "MemoryQRLModule",
     "MemoryRLModule",
 ]

@@ -1,11 +1,13 @@
 """Learners that install the connectors' own pieces and guard the weights, one algorithm a file."""
 
+from connectors.learners.dqn import MemoryDQNTorchLearner
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
 from connectors.learners.replay import ReplayLearnerMixin
 
 __all__ = [
     "NUM_NONFINITE_GRADIENTS",
+    "MemoryDQNTorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "ReplayLearnerMixin",
