@@ -102,8 +102,17 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Action values `(B, T, A)` of both networks, at the same steps.
 
-        Also where several atoms are learned, logits `(B, T, A, N)` and the target's probabilities.
+        With several atoms also logits `(B, T, A, N)` and the target's probabilities.
+
+        Raises:
+            ValueError: If the batch is that of RLlib's own connectors.
         """
+        if Columns.NEXT_OBS in batch:
+            raise ValueError(
+                "The train batch has a column `NEXT_OBS`, from which action values with memory "
+                "cannot be learned: the states before those observations are unknown. Call "
+                "`connect(config)` after all other settings."
+            )
         self.compile_cores()
         outputs = self.compute_q_values(batch)
         target = self.forward_target(batch)
