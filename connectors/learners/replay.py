@@ -6,7 +6,6 @@ from ray.rllib.connectors.learner import (
     AddNextObservationsFromEpisodesToTrainBatch,
     AddOneTsToEpisodesAndTruncate,
 )
-from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
 
@@ -26,6 +25,6 @@ class ReplayLearnerMixin(MemoryLearnerMixin):
         """Builds the Learner and exchanges the connector of the next observations."""
         super().build()
         pipeline = self._learner_connector
-        if pipeline is not None and self.module[DEFAULT_MODULE_ID].is_stateful():
+        if pipeline is not None and self.module.is_stateful():
             pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)
             pipeline.prepend(AddOneTsToEpisodesAndTruncate())
