@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from ray.rllib.core import DEFAULT_AGENT_ID, DEFAULT_MODULE_ID
-from ray.rllib.core.columns import Columns
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 from ray.rllib.utils import force_list
@@ -38,10 +37,20 @@ from ray.rllib.utils.replay_buffers.base import ReplayBufferInterface
 from ray.rllib.utils.replay_buffers.episode_replay_buffer import EpisodeReplayBuffer
 
 from connectors.row_states import WARM_UP
-from connectors.snapshots import StateSnapshot
+from connectors.snapshots import share_snapshot
+from connectors.validation import check_replay_lengths
 
 Run = list[SingleAgentEpisode]
 """Blocks that follow one another without a gap: an episode, or what is stored of it."""
+
+
+_COUNTS = (
+    "_num_episodes",
+    "_num_episodes_evicted",
+    "_num_timesteps",
+    "_num_timesteps_added",
+    "sampled_timesteps",
+)
 
 
 class SequenceReplayBuffer(EpisodeReplayBuffer):
@@ -120,14 +129,12 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
             num_env_steps_added=num_steps,
             num_episodes_evicted=num_evicted,
             num_env_steps_evicted=num_steps_evicted,
-            agent_to_num_episodes_added={DEFAULT_AGENT_ID: num_added},
-            agent_to_num_steps_added={DEFAULT_AGENT_ID: num_steps},
-            agent_to_num_episodes_evicted={DEFAULT_AGENT_ID: num_evicted},
-            agent_to_num_steps_evicted={DEFAULT_AGENT_ID: num_steps_evicted},
-            module_to_num_episodes_added={DEFAULT_MODULE_ID: num_added},
-            module_to_num_steps_added={DEFAULT_MODULE_ID: num_steps},
-            module_to_num_episodes_evicted={DEFAULT_MODULE_ID: num_evicted},
-            module_to_num_steps_evicted={DEFAULT_MODULE_ID: num_steps_evicted},
+            **_per_agent_and_module(
+                num_episodes_added=num_added,
+                num_steps_added=num_steps,
+                num_episodes_evicted=num_evicted,
+                num_steps_evicted=num_steps_evicted,
+            ),
         )
 
     def _append(self, piece: SingleAgentEpisode) -> None:
@@ -137,10 +144,10 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
             run = self._open[piece.id_] = []
             self._num_episodes += 1
         if run and len(run[-1]) < self.batch_length_T:
-            _refer_to(piece, run[-1])
+            share_snapshot(piece, run[-1])
             run[-1].concat_episode(piece)
             return
-        _refer_to(piece, piece)
+        share_snapshot(piece, piece)
         run.append(piece)
         self._blocks.append((run, piece))
 
@@ -200,16 +207,14 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
             num_env_steps_per_sample=len(steps),
             sampled_n_step=None,
             num_resamples=0,
-            agent_to_num_steps_sampled={DEFAULT_AGENT_ID: num_steps},
-            agent_to_num_episodes_per_sample={DEFAULT_AGENT_ID: num_episodes},
-            agent_to_num_steps_per_sample={DEFAULT_AGENT_ID: len(steps)},
+            **_per_agent_and_module(
+                num_steps_sampled=num_steps,
+                num_episodes_per_sample=num_episodes,
+                num_steps_per_sample=len(steps),
+                num_resamples=0,
+            ),
             agent_to_sampled_n_step={},
-            agent_to_num_resamples={DEFAULT_AGENT_ID: 0},
-            module_to_num_steps_sampled={DEFAULT_MODULE_ID: num_steps},
-            module_to_num_episodes_per_sample={DEFAULT_MODULE_ID: num_episodes},
-            module_to_num_steps_per_sample={DEFAULT_MODULE_ID: len(steps)},
             module_to_sampled_n_step={},
-            module_to_num_resamples={DEFAULT_MODULE_ID: 0},
         )
         return slices
 
@@ -265,11 +270,7 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         indices = {id(run): i for i, run in enumerate(run for run, _ in self._blocks)}
         return {
             "blocks": [(indices[id(run)], block.get_state()) for run, block in self._blocks],
-            "num_episodes": self._num_episodes,
-            "num_episodes_evicted": self._num_episodes_evicted,
-            "num_timesteps": self._num_timesteps,
-            "num_timesteps_added": self._num_timesteps_added,
-            "sampled_timesteps": self.sampled_timesteps,
+            "counts": {name: getattr(self, name) for name in _COUNTS},
         }
 
     @override(ReplayBufferInterface)
@@ -283,48 +284,17 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
             run = runs.setdefault(index, [])
             run.append(block)
             self._blocks.append((run, block))
-        self._num_episodes = state["num_episodes"]
-        self._num_episodes_evicted = state["num_episodes_evicted"]
-        self._num_timesteps = state["num_timesteps"]
-        self._num_timesteps_added = state["num_timesteps_added"]
-        self.sampled_timesteps = state["sampled_timesteps"]
+        for name, count in state["counts"].items():
+            setattr(self, name, count)
 
 
-def check_replay_lengths(max_seq_len: int, burn_in_len: int) -> None:
-    """Checks the length of rows and of what is read before them.
-
-    Raises:
-        ValueError: if a row has no room for a step, or the burn-in is no number of steps.
-    """
-    if max_seq_len < 2:
-        raise ValueError(
-            f"`max_seq_len` is {max_seq_len}, but must be at least 2 to replay sequences: a row of "
-            "that many observations holds one step less. Common values are 20 to 256."
-        )
-    if isinstance(burn_in_len, bool) or not isinstance(burn_in_len, int) or burn_in_len < 0:
-        raise ValueError(
-            f"`burn_in_len` is {burn_in_len!r}, but must be an integer of at least 0: the number "
-            "of steps that the module reads before each row. Common values are 0 to 40."
-        )
+def _per_agent_and_module(**counts: int) -> dict[str, Any]:
+    """RLlib's metrics of buffers: each number a second and a third time."""
+    agents = {f"agent_to_{name}": {DEFAULT_AGENT_ID: n} for name, n in counts.items()}
+    modules = {f"module_to_{name}": {DEFAULT_MODULE_ID: n} for name, n in counts.items()}
+    return agents | modules
 
 
 def _block_of(run: Run, t: int) -> int:
     """Index of the block that holds timestep `t`; 0 for a timestep before the first block."""
     return max(bisect_right(run, t, key=lambda block: block.t_started) - 1, 0)
-
-
-def _refer_to(piece: SingleAgentEpisode, block: SingleAgentEpisode) -> None:
-    """Has all steps of `piece` refer to the snapshot that `block` starts from."""
-    recorded, known = (
-        episode.extra_model_outputs.get(Columns.STATE_OUT) for episode in (piece, block)
-    )
-    if recorded is None or known is None or not isinstance(known[0], StateSnapshot):
-        return
-    snapshot = known[0]
-    if piece is block:
-        # Without the state after the row, which the next block has.
-        snapshot = StateSnapshot(snapshot.t, snapshot.state)
-    references = np.empty(len(piece), dtype=object)
-    references[:] = snapshot
-    # A new buffer: the old one's array belongs to whoever sampled it.
-    piece.extra_model_outputs[Columns.STATE_OUT] = InfiniteLookbackBuffer(references)

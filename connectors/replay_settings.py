@@ -12,7 +12,8 @@ from ray.rllib.utils.replay_buffers.prioritized_episode_buffer import (
     PrioritizedEpisodeReplayBuffer,
 )
 
-from connectors.replay import SequenceReplayBuffer, check_replay_lengths
+from connectors.replay import SequenceReplayBuffer
+from connectors.validation import check_replay_lengths
 
 
 def use_sequence_replay(config: Any, row_lengths: Any, burn_in_len: int = 0) -> None:

@@ -15,7 +15,7 @@ from connectors.layout import RowLayout
 from connectors.snapshots import StateSnapshot, rebuild_states
 from connectors.validation import initial_state
 
-WARM_UP = "warm_up"
+WARM_UP = "replay_warm_up"
 """Column of an episode's module outputs that is True on steps which stand in no row. They come
 first, and the module is run over them to find the state that the first row starts from."""
 

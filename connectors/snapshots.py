@@ -12,6 +12,8 @@ import torch
 import tree
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.env.single_agent_episode import SingleAgentEpisode
+from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 from ray.rllib.utils.torch_utils import convert_to_torch_tensor
 
@@ -61,6 +63,28 @@ class StateSnapshot:
 
     def __repr__(self) -> str:
         return f"StateSnapshot(t={self.t}, end_t={self.end_t})"
+
+
+def share_snapshot(piece: SingleAgentEpisode, block: SingleAgentEpisode) -> None:
+    """Has all steps of `piece` refer to the snapshot of the first step of `block`.
+
+    Args:
+        piece: What follows the steps of `block`, or `block` itself. States of other kinds than
+            snapshots are left alone.
+        block: An episode of at least one step.
+    """
+    recorded = piece.extra_model_outputs.get(Columns.STATE_OUT)
+    known = block.extra_model_outputs.get(Columns.STATE_OUT)
+    if recorded is None or known is None or not isinstance(known[0], StateSnapshot):
+        return
+    snapshot = known[0]
+    if piece is block:
+        # Without the state after the row, which the next block has.
+        snapshot = StateSnapshot(snapshot.t, snapshot.state)
+    references = np.empty(len(piece), dtype=object)
+    references[:] = snapshot
+    # A new buffer: the old one's array belongs to whoever sampled it.
+    piece.extra_model_outputs[Columns.STATE_OUT] = InfiniteLookbackBuffer(references)
 
 
 def copy_rows(states: Any, rows: Sequence[int]) -> list[Any]:
