@@ -8,11 +8,13 @@ from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
 from connectors.learners import (
     MemoryAPPOTorchLearner,
+    MemoryDQNTorchLearner,
     MemoryIMPALATorchLearner,
     MemoryLearnerMixin,
     MemoryPPOTorchLearner,
 )
 from connectors.module_to_env import SampleActions
+from connectors.replay import SequenceReplayBuffer
 from connectors.snapshots import StateSnapshot
 
 __all__ = [
@@ -22,11 +24,13 @@ __all__ = [
     "DivisibleEpisode",
     "FormatActions",
     "MemoryAPPOTorchLearner",
+    "MemoryDQNTorchLearner",
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
     "MemoryMultiAgentEnvRunner",
     "MemoryPPOTorchLearner",
     "SampleActions",
+    "SequenceReplayBuffer",
     "StateSnapshot",
     "connect",
 ]

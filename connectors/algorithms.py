@@ -9,15 +9,19 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.appo.appo import APPOConfig
+from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
+from ray.rllib.algorithms.dqn.dqn import DQNConfig
 from ray.rllib.algorithms.impala.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 
 from connectors.learners import (
     MemoryAPPOTorchLearner,
+    MemoryDQNTorchLearner,
     MemoryIMPALATorchLearner,
     MemoryLearnerMixin,
     MemoryPPOTorchLearner,
 )
+from connectors.replay_settings import use_sequence_replay
 
 RowLengths = Mapping[str, int]
 """`max_seq_len` of each module with memory, by module ID."""
@@ -150,9 +154,34 @@ def _check_samples_for_all_learners(config: IMPALAConfig, num_learners: int) -> 
         )
 
 
+def _prepare_dqn(config: Any, row_lengths: RowLengths) -> None:
+    if not row_lengths:
+        return
+    module_class = config.rl_module_spec.module_class
+    if issubclass(module_class, DefaultDQNRLModule):
+        raise ValueError(
+            f"`{module_class.__name__}` with `use_lstm` cannot be trained on replayed rows, and "
+            "explores for one environment only. Use a module of this package, such as "
+            "`DeepLinearAttentionQRLModule`."
+        )
+    n_step, max_seq_len = config.n_step, max(row_lengths.values())
+    if isinstance(n_step, bool) or not isinstance(n_step, int) or not 1 <= n_step < max_seq_len:
+        raise ValueError(
+            f"`n_step` is {n_step!r}, but must be an integer from 1 to {max_seq_len - 1}: a "
+            "replayed row has `max_seq_len` - 1 steps. Set `config.training(n_step=...)`."
+        )
+    if config.noisy:
+        raise ValueError(
+            "`noisy` is True, but modules with memory have no noisy layers. Set "
+            "`config.training(noisy=False, epsilon=...)`."
+        )
+    use_sequence_replay(config, row_lengths, config.burn_in_len)
+
+
 SUPPORTED = (
     Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),
     # A subclass of IMPALA's config, so before it.
     Support(APPOConfig, MemoryAPPOTorchLearner, _prepare_impala, bootstrap_slot=True),
     Support(IMPALAConfig, MemoryIMPALATorchLearner, _prepare_impala, bootstrap_slot=True),
+    Support(DQNConfig, MemoryDQNTorchLearner, _prepare_dqn),
 )

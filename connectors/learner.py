@@ -19,7 +19,7 @@ from ray.rllib.utils.spaces.space_utils import batch as stack_items
 
 from connectors.agents import agents_by_module, batch_key, has_items, modules_by_id
 from connectors.layout import RowLayout
-from connectors.row_states import row_states
+from connectors.row_states import WARM_UP, row_states, warm_up_lengths
 from connectors.validation import row_length
 from connectors.vtrace import VTraceLayout, neutralize
 
@@ -38,7 +38,8 @@ class BuildTrainBatch(ConnectorV2):
 
     States come from the snapshots that the episodes hold (see `StateSnapshot`); from the states of
     single steps where RLlib's default connectors recorded the episodes; and are the initial state
-    where nothing was recorded.
+    where nothing was recorded. Replayed episodes start with a warm-up, which the module reads to
+    find the first row's state (see `connectors.replay`).
 
     Pieces behind this one see each column as one array under a single key.
 
@@ -134,15 +135,34 @@ def _build(
     if module is None:
         return {column: _join_column(parts) for column, parts in steps.items()}, {}
 
+    warm_up = warm_up_lengths(agents)
+    states, num_rebuilt, num_stale = row_states(
+        module, agents, layout, steps, warm_up, obs_given=obs_given
+    )
+    if warm_up.any():
+        steps = {
+            column: _without_warm_up(layout, parts, warm_up) for column, parts in steps.items()
+        }
+        layout = RowLayout((layout.lengths - warm_up).tolist(), layout.max_seq_len)
     columns = {column: _pad_column(layout, parts) for column, parts in steps.items()}
     columns[Columns.SEQ_LENS] = BatchedNdArray(layout.seq_lens)
     if Columns.LOSS_MASK not in columns:
         columns[Columns.LOSS_MASK] = BatchedNdArray(layout.valid)
     if isinstance(layout, VTraceLayout):
         neutralize(columns, layout.real)
-    states, num_rebuilt, num_stale = row_states(module, agents, layout, steps, obs_given=obs_given)
     columns[Columns.STATE_IN] = tree.map_structure(BatchedNdArray, states)
     return columns, {NUM_REBUILT_ROWS: num_rebuilt, NUM_STALE_ROWS: num_stale}
+
+
+def _without_warm_up(layout: RowLayout, parts: Any, warm_up: np.ndarray) -> Any:
+    if isinstance(parts, list):
+        return [
+            tree.map_structure(lambda leaf, start=start: leaf[start:], part)
+            for part, start in zip(parts, warm_up.tolist(), strict=True)
+        ]
+    positions = np.arange(layout.num_steps) - np.repeat(layout.offsets, layout.lengths)
+    kept = positions >= np.repeat(warm_up, layout.lengths)
+    return tree.map_structure(lambda leaf: leaf[kept], parts)
 
 
 def _join_column(parts: Any) -> Any:
@@ -206,7 +226,7 @@ def _add_episode_columns(steps: dict[str, Any], episodes: list[SingleAgentEpisod
         if column not in steps:
             steps[column] = [_last_step_flag(episode, flag) for episode in episodes]
 
-    skipped = {*steps, Columns.STATE_IN, Columns.STATE_OUT}
+    skipped = {*steps, Columns.STATE_IN, Columns.STATE_OUT, WARM_UP}
     columns = dict.fromkeys(chain.from_iterable(e.extra_model_outputs for e in episodes))
     for column in columns:
         if column in skipped:

@@ -12,6 +12,8 @@ import torch
 import tree
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.env.single_agent_episode import SingleAgentEpisode
+from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 from ray.rllib.utils.torch_utils import convert_to_torch_tensor
 
@@ -63,6 +65,28 @@ class StateSnapshot:
         return f"StateSnapshot(t={self.t}, end_t={self.end_t})"
 
 
+def share_snapshot(piece: SingleAgentEpisode, block: SingleAgentEpisode) -> None:
+    """Has all steps of `piece` refer to the snapshot of the first step of `block`.
+
+    Args:
+        piece: What follows the steps of `block`, or `block` itself. States of other kinds than
+            snapshots are left alone.
+        block: An episode of at least one step.
+    """
+    recorded = piece.extra_model_outputs.get(Columns.STATE_OUT)
+    known = block.extra_model_outputs.get(Columns.STATE_OUT)
+    if recorded is None or known is None or not isinstance(known[0], StateSnapshot):
+        return
+    snapshot = known[0]
+    if piece is block:
+        # Without the state after the row, which the next block has.
+        snapshot = StateSnapshot(snapshot.t, snapshot.state)
+    references = np.empty(len(piece), dtype=object)
+    references[:] = snapshot
+    # A new buffer: the old one's array belongs to whoever sampled it.
+    piece.extra_model_outputs[Columns.STATE_OUT] = InfiniteLookbackBuffer(references)
+
+
 def copy_rows(states: Any, rows: Sequence[int]) -> list[Any]:
     """Copies rows of a batched state to numpy.
 
@@ -102,7 +126,8 @@ def rebuild_states(
 ) -> list[Any]:
     """Runs the module over recorded steps to find the states that follow them.
 
-    Sequences of equal length run together: a module that knows nothing of padding is served too.
+    No pass is padded: a module that knows nothing of padding is served too. A sequence of 13 steps
+    is run as 8, 4 and 1, so sequences of any lengths up to T share about `log2(T)` passes.
 
     Args:
         module: Module with memory; its `forward_inference` is called.
@@ -114,19 +139,32 @@ def rebuild_states(
     """
     module = module.unwrapped()
     device = device_of(module)
-    groups: dict[tuple[int, frozenset[str]], list[int]] = defaultdict(list)
+    groups: dict[frozenset[str], list[int]] = defaultdict(list)
+    lengths = [len(tree.flatten(columns[Columns.OBS])[0]) for columns in steps]
     for position, columns in enumerate(steps):
-        length = len(tree.flatten(columns[Columns.OBS])[0])
-        groups[length, frozenset(columns)].append(position)
+        groups[frozenset(columns)].append(position)
 
-    rebuilt: list[Any] = [None] * len(states)
-    for (length, _), positions in groups.items():
-        inputs: Any = stack_items([steps[position] for position in positions])
-        inputs[Columns.STATE_IN] = stack_items([states[position] for position in positions])
-        inputs[Columns.SEQ_LENS] = np.full(len(positions), length, dtype=np.int64)
-        with _inference(module):
-            outputs = module.forward_inference(convert_to_torch_tensor(inputs, device=device))
-        rows = copy_rows(outputs[Columns.STATE_OUT], range(len(positions)))
-        for position, row in zip(positions, rows, strict=True):
-            rebuilt[position] = row
+    rebuilt = list(states)
+    with _inference(module):
+        for group in groups.values():
+            longest = max(lengths[position] for position in group)
+            for bit in reversed(range(longest.bit_length())):
+                positions = [position for position in group if lengths[position] >> bit & 1]
+                if not positions:
+                    continue
+                parts = [_steps_of_bit(steps[i], lengths[i], bit) for i in positions]
+                inputs: Any = stack_items(parts)
+                inputs[Columns.STATE_IN] = stack_items([rebuilt[i] for i in positions])
+                inputs[Columns.SEQ_LENS] = np.full(len(positions), 1 << bit, dtype=np.int64)
+                inputs = convert_to_torch_tensor(inputs, device=device)
+                state_out = module.forward_inference(inputs)[Columns.STATE_OUT]
+                rows = copy_rows(state_out, range(len(positions)))
+                for position, row in zip(positions, rows, strict=True):
+                    rebuilt[position] = row
     return rebuilt
+
+
+def _steps_of_bit(columns: dict[str, Any], length: int, bit: int) -> dict[str, Any]:
+    """The `2 ** bit` steps that follow those of the length's higher bits."""
+    start = length >> (bit + 1) << (bit + 1)
+    return tree.map_structure(lambda leaf: leaf[start : start + (1 << bit)], columns)

@@ -30,6 +30,24 @@ def check_max_seq_len(model_config: Any, name: str) -> int:
     return value
 
 
+def check_replay_lengths(max_seq_len: int, burn_in_len: int) -> None:
+    """Checks the length of rows and of what is read before them.
+
+    Raises:
+        ValueError: if a row has no room for a step, or the burn-in is no number of steps.
+    """
+    if max_seq_len < 2:
+        raise ValueError(
+            f"`max_seq_len` is {max_seq_len}, but must be at least 2 to replay sequences: a row of "
+            "that many observations holds one step less. Common values are 20 to 256."
+        )
+    if isinstance(burn_in_len, bool) or not isinstance(burn_in_len, int) or burn_in_len < 0:
+        raise ValueError(
+            f"`burn_in_len` is {burn_in_len!r}, but must be an integer of at least 0: the number "
+            "of steps that the module reads before each row. Common values are 0 to 40."
+        )
+
+
 def device_of(module: RLModule) -> str:
     """Where the module lives: the device of its first parameter."""
     parameter = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None

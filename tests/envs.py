@@ -117,30 +117,37 @@ class RandomAgents(MultiAgentEnv):
 class RememberFirst(gym.Env):
     """The first observation names the action that the last step rewards.
 
-    Observations are the cue, one-hot, at the first step, and zeros after it. Only the last action
-    counts: 1 if it is the cue's, else -1. Without memory the mean return is `2 / num_cues - 1`.
+    Observations are a cue, one-hot, at the first step and zeros after it; their last number is 1
+    at the last step. Only the last action counts: 1 if it is the cue's, else -1.
 
     Config:
         num_cues: Cues, and actions. Defaults to 2.
-        num_steps: Steps of an episode. Defaults to 8.
+        length: Steps of an episode. Defaults to 8.
     """
 
     def __init__(self, config=None):
         super().__init__()
         config = dict(config or {})
         self.num_cues = config.get("num_cues", 2)
-        self.num_steps = config.get("num_steps", 8)
-        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.num_cues,), np.float32)
+        self.length = config.get("length", 8)
+        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.num_cues + 1,), np.float32)
         self.action_space = gym.spaces.Discrete(self.num_cues)
+        self.cue = self.t = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.cue = int(self.np_random.integers(self.num_cues))
-        self.steps_left = self.num_steps
-        return np.eye(self.num_cues, dtype=np.float32)[self.cue], {}
+        self.t = 0
+        return self._observation(), {}
 
     def step(self, action):
-        self.steps_left -= 1
-        over = self.steps_left == 0
+        self.t += 1
+        over = self.t == self.length
         reward = (1.0 if action == self.cue else -1.0) if over else 0.0
-        return np.zeros(self.num_cues, np.float32), reward, over, False, {}
+        return self._observation(), reward, over, False, {}
+
+    def _observation(self):
+        observation = np.zeros(self.num_cues + 1, np.float32)
+        observation[self.cue] = self.t == 0
+        observation[-1] = self.t == self.length - 1
+        return observation

@@ -1,14 +1,18 @@
 """Learners that install the connectors' own pieces and guard the weights, one algorithm a file."""
 
 from connectors.learners.appo import MemoryAPPOTorchLearner
+from connectors.learners.dqn import MemoryDQNTorchLearner
 from connectors.learners.impala import MemoryIMPALATorchLearner
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
+from connectors.learners.replay import ReplayLearnerMixin
 
 __all__ = [
     "NUM_NONFINITE_GRADIENTS",
     "MemoryAPPOTorchLearner",
+    "MemoryDQNTorchLearner",
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
+    "ReplayLearnerMixin",
 ]
