@@ -9,6 +9,7 @@ from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.memories import DeepLinearAttention, Memory, POPGymLinearAttention
 from rlmodules.memories.linear_attention import Normalizer, Positions, ShortConvActivation
+from rlmodules.sac import MemorySACRLModule
 
 
 @dataclass(kw_only=True)
@@ -134,6 +135,36 @@ class LinearAttentionRLModule(MemoryRLModule):
     """A policy and value function on one linear-attention block.
 
     Used as [`DeepLinearAttentionRLModule`][rlmodules.DeepLinearAttentionRLModule] is.
+    """
+
+    config_class = LinearAttentionConfig
+
+
+class DeepLinearAttentionSACRLModule(MemorySACRLModule):
+    """A policy and Q-functions on a stack of linear-attention blocks, for SAC.
+
+    Example:
+        ```python
+        from ray.rllib.algorithms.sac import SACConfig
+        from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+        from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule
+
+        config = SACConfig().rl_module(
+            rl_module_spec=RLModuleSpec(
+                module_class=DeepLinearAttentionSACRLModule,
+                model_config=DeepLinearAttentionConfig(max_seq_len=64),
+            )
+        )
+        ```
+    """
+
+    config_class = DeepLinearAttentionConfig
+
+
+class LinearAttentionSACRLModule(MemorySACRLModule):
+    """A policy and Q-functions on one linear-attention block, for SAC.
+
+    Used as [`DeepLinearAttentionSACRLModule`][rlmodules.DeepLinearAttentionSACRLModule] is.
     """
 
     config_class = LinearAttentionConfig

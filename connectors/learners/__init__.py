@@ -2,5 +2,11 @@
 
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
+from connectors.learners.sac import MemorySACTorchLearner
 
-__all__ = ["NUM_NONFINITE_GRADIENTS", "MemoryLearnerMixin", "MemoryPPOTorchLearner"]
+__all__ = [
+    "NUM_NONFINITE_GRADIENTS",
+    "MemoryLearnerMixin",
+    "MemoryPPOTorchLearner",
+    "MemorySACTorchLearner",
+]

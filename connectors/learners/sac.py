@@ -1,0 +1,162 @@
+"""SAC's Learner for modules with memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ray.rllib.algorithms.sac.sac import SACConfig
+from ray.rllib.algorithms.sac.sac_learner import (
+    LOGPS_KEY,
+    QF_LOSS_KEY,
+    QF_MAX_KEY,
+    QF_MEAN_KEY,
+    QF_MIN_KEY,
+    QF_PREDS,
+    QF_TARGET_NEXT,
+    QF_TWIN_LOSS_KEY,
+    QF_TWIN_PREDS,
+    TD_ERROR_MEAN_KEY,
+)
+from ray.rllib.algorithms.sac.torch.sac_torch_learner import SACTorchLearner
+from ray.rllib.core import COMPONENT_OPTIMIZER
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.learner.learner import POLICY_LOSS_KEY
+from ray.rllib.core.learner.torch.torch_learner import TorchLearner
+from ray.rllib.utils.annotations import override
+from ray.rllib.utils.numpy import convert_to_numpy
+from ray.rllib.utils.typing import ModuleID
+from torch import Tensor
+from torch.nn.functional import huber_loss
+
+from connectors.learners.mixin import MemoryLearnerMixin
+
+LOG_ALPHA = "log_alpha"
+# Beginnings of the names of the policy's parameters, in RLlib's modules and ours.
+ACTOR_NETWORKS = ("pi.", "pi_encoder.")
+
+
+class _OneBackwardPass(SACTorchLearner):
+    """One backward pass through the sum of the losses.
+
+    RLlib runs one an optimizer and keeps the graph between them, which compiled memories forbid.
+    Each parameter has a gradient from one loss only, so the sum has the same gradients.
+    """
+
+    compute_gradients = TorchLearner.compute_gradients
+
+
+class MemorySACTorchLearner(MemoryLearnerMixin, _OneBackwardPass):
+    """SAC's Learner for modules with memory, set by `connect`.
+
+    Beyond `MemoryLearnerMixin` its losses and metrics are means over the steps that are trained
+    on; RLlib's have no mask. One optimizer, `qf`, trains all that the policy's does not: the
+    Q-functions may share a memory, with each other and with the policy.
+    """
+
+    @override(SACTorchLearner)
+    def configure_optimizers_for_module(
+        self, module_id: ModuleID, config: SACConfig | None = None
+    ) -> None:
+        """Registers the optimizers of Q-functions, policy and temperature."""
+        settings: Any = config
+        log_alpha: Any = self.curr_log_alpha[module_id]
+        actor, critic = [], []
+        module: Any = self.module[module_id].unwrapped()
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                (actor if name.startswith(ACTOR_NETWORKS) else critic).append(parameter)
+        for name, parameters, lr in (
+            ("qf", critic, settings.critic_lr),
+            ("policy", actor, settings.actor_lr),
+            ("alpha", [log_alpha], settings.alpha_lr),
+        ):
+            self.register_optimizer(
+                module_id=module_id,
+                optimizer_name=name,
+                optimizer=torch.optim.Adam(parameters, eps=1e-7),
+                params=parameters,
+                lr_or_lr_schedule=lr,
+            )
+
+    @override(SACTorchLearner)
+    def compute_loss_for_module(
+        self,
+        *,
+        module_id: ModuleID,
+        config: SACConfig,
+        batch: dict[str, Any],
+        fwd_out: dict[str, Any],
+    ) -> Tensor:
+        """The sum of the losses of Q-functions, policy and temperature.
+
+        Args:
+            module_id: The module that is trained.
+            config: Its config.
+            batch: Columns `(B, T)`: `REWARDS`, `TERMINATEDS` and `LOSS_MASK`.
+            fwd_out: What the module's `forward_train` returned, `(B, T)`.
+        """
+        settings: Any = config
+        mask = batch[Columns.LOSS_MASK]
+
+        def mean(x: Tensor) -> Tensor:
+            # Not `x[mask]`: indexing by a mask synchronises the device.
+            return torch.where(mask, x, 0.0).sum() / mask.sum()
+
+        log_alpha: Any = self.curr_log_alpha[module_id]
+        alpha = log_alpha.detach().exp()
+        target_entropy: Any = self.target_entropy[module_id]
+        logp, q_curr = fwd_out["logp_resampled"], fwd_out["q_curr"]
+
+        next_value = fwd_out[QF_TARGET_NEXT] - alpha * fwd_out["logp_next_resampled"]
+        continues = ~batch[Columns.TERMINATEDS].bool()
+        returns = batch[Columns.REWARDS] + settings.gamma * torch.where(continues, next_value, 0.0)
+        target = returns.detach()
+        predictions = {QF_LOSS_KEY: fwd_out[QF_PREDS]}
+        if QF_TWIN_PREDS in fwd_out:
+            predictions[QF_TWIN_LOSS_KEY] = fwd_out[QF_TWIN_PREDS]
+        qf_losses = {
+            key: mean(huber_loss(q, target, reduction="none")) for key, q in predictions.items()
+        }
+        policy_loss = mean(alpha * logp - q_curr)
+        alpha_loss = -mean(log_alpha * (logp.detach() + target_entropy))
+
+        td_errors = [mean((q - target).abs()) for q in predictions.values()]
+        self.metrics.log_dict(
+            {
+                **qf_losses,
+                POLICY_LOSS_KEY: policy_loss,
+                "alpha_loss": alpha_loss,
+                "alpha_value": alpha[0],
+                "log_alpha_value": log_alpha[0],
+                "target_entropy": target_entropy,
+                LOGPS_KEY: mean(logp),
+                QF_MEAN_KEY: mean(q_curr),
+                QF_MAX_KEY: q_curr.masked_fill(~mask, -torch.inf).max(),
+                QF_MIN_KEY: q_curr.masked_fill(~mask, torch.inf).min(),
+                TD_ERROR_MEAN_KEY: sum(td_errors) / len(td_errors),
+            },
+            key=module_id,
+            window=1,
+        )
+        return policy_loss + alpha_loss + sum(qf_losses.values())
+
+    @override(SACTorchLearner)
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The Learner's state with the temperatures, which RLlib 2.60 leaves out."""
+        state = super().get_state(*args, **kwargs)
+        if COMPONENT_OPTIMIZER in state:
+            state[LOG_ALPHA] = {
+                module_id: convert_to_numpy(log_alpha)
+                for module_id, log_alpha in self.curr_log_alpha.items()
+            }
+        return state
+
+    @override(SACTorchLearner)
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores what `get_state` returned."""
+        super().set_state(state)
+        with torch.no_grad():
+            for module_id, value in state.get(LOG_ALPHA, {}).items():
+                log_alpha: Any = self.curr_log_alpha[module_id]
+                log_alpha.copy_(torch.from_numpy(value))

@@ -1,0 +1,243 @@
+"""Policy and Q-functions around a memory, for SAC."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import torch
+import tree
+from gymnasium import spaces
+from ray.rllib.algorithms.sac.sac_learner import QF_PREDS, QF_TARGET_NEXT, QF_TWIN_PREDS
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.distribution.torch.torch_distribution import (
+    TorchDeterministic,
+    TorchSquashedGaussian,
+)
+from ray.rllib.core.learner.utils import make_target_network
+from ray.rllib.core.rl_module.apis import InferenceOnlyAPI, QNetAPI, TargetNetworkAPI
+from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.core.rl_module.torch import TorchRLModule
+from ray.rllib.utils.annotations import override
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rlmodules.actor_critic import ACTOR, CRITIC
+from rlmodules.base import BaseMemoryRLModule
+from rlmodules.configs import MemoryConfig
+from rlmodules.core import module_inputs
+from rlmodules.heads import ActionValueHead, PolicyHead
+
+
+class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
+    """A policy and Q-functions with memory, for SAC.
+
+    A Q-function is a head on the features of a memory over observations, where the action joins:
+    `Q(memory(observations), action)`. Twin Q-functions are two heads on one memory.
+
+    With `vf_share_layers` this is the policy's memory too, and the loss of the Q-functions alone
+    trains it: the policy's head takes its features as they are. Otherwise the policy has a memory
+    of its own, which its own loss trains.
+
+    Replayed rows start from the states that the rollout had. So EnvRunners run the memory of the
+    Q-functions as well: for free where it is shared, else for twice the time and state. Rebuilding
+    its states in training would take a pass over the whole episode before each row, or lose what
+    came before the row. A memory of its own for each twin, as RLlib's encoders are, would add a
+    third to each step and two passes to each update.
+
+    The networks have RLlib's names: `qf_encoder` is the Q-functions' memory with its encoder,
+    `pi_encoder` the policy's own.
+
+    Raises:
+        ValueError: From the constructor, if the config or a space is not supported.
+
+    References:
+        Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905.
+        Ni et al. 2022, https://arxiv.org/abs/2110.05038: twin heads on one memory, apart from the
+        policy's.
+    """
+
+    @override(BaseMemoryRLModule)
+    def build(self, config: MemoryConfig) -> None:
+        """Builds the memories, the policy head and the Q heads."""
+        _check_action_space(self.action_space)
+        self.action_dist_cls = SquashedGaussian
+        self.twin_q = self.model_config.get("twin_q", True)
+        self.qf_encoder = self.build_core(config)
+        if not config.vf_share_layers:
+            self.pi_encoder = self.build_core(config)
+        width = self.qf_encoder.memory.output_dim
+        head = (config.head_fcnet_hiddens, config.head_fcnet_activation)
+        self.pi = PolicyHead(
+            width,
+            self.action_space,
+            *head,
+            free_log_std=config.free_log_std,
+            log_std_clip=config.log_std_clip_param,
+        )
+        self.qf = ActionValueHead(width, self.action_space.shape[0], *head)
+        if self.twin_q:
+            self.qf_twin = ActionValueHead(width, self.action_space.shape[0], *head)
+
+    # States.
+
+    @override(RLModule)
+    def get_initial_state(self) -> dict:
+        """The state before an episode's first step: tensors without a batch axis."""
+        if self.memory_config.vf_share_layers:
+            return self.qf_encoder.memory.initial_state()
+        return {
+            ACTOR: self.pi_encoder.memory.initial_state(),
+            CRITIC: self.qf_encoder.memory.initial_state(),
+        }
+
+    # Forward passes.
+
+    @override(TorchRLModule)
+    def _forward(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Action distribution inputs `(B, T, n)` and the states after the last valid steps."""
+        obs, state, valid = module_inputs(batch)
+        if self.memory_config.vf_share_layers:
+            features, state = self.qf_encoder(obs, state, valid)
+        else:
+            features, actor_state = self.pi_encoder(obs, state[ACTOR], valid)
+            _, critic_state = self.qf_encoder(obs, state[CRITIC], valid)
+            state = {ACTOR: actor_state, CRITIC: critic_state}
+        return {Columns.ACTION_DIST_INPUTS: self.pi(features), Columns.STATE_OUT: state}
+
+    @override(TorchRLModule)
+    def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """What SAC's losses are made of, under RLlib's names, `(B, T)` each.
+
+        The memories run once over the `T + 1` observations of a row, its `OBS` and the last
+        `NEXT_OBS`, so that the value of a next observation comes from a memory that has seen the
+        row. Each loss has gradients for its own networks only, so their sum has the right ones.
+        """
+        self.compile_cores()
+        obs, state, valid = module_inputs(_with_last_observation(batch))
+        critic_state = self._critic_state(state)
+        critic_features = self.qf_encoder(obs, critic_state, valid)[0]
+        if self.memory_config.vf_share_layers:
+            actor_features = critic_features.detach()
+        else:
+            actor_features = self.pi_encoder(obs, state[ACTOR], valid)[0]
+        features = critic_features[:, :-1]
+        actions = batch[Columns.ACTIONS]
+        if valid is not None:
+            # Whatever stands in the padding, even a NaN must not reach the heads' gradients.
+            actions = actions.where(valid[:, 1:, None], 0)
+
+        dist_inputs = self.pi(actor_features)
+        dist_class: Any = self.get_train_action_dist_cls()
+        policy = dist_class.from_logits(dist_inputs[:, :-1])
+        new_actions, logp = policy.rsample_and_logp()
+        output = {
+            Columns.ACTION_DIST_INPUTS: dist_inputs[:, :-1],
+            QF_PREDS: self.qf(features, actions),
+            "logp_resampled": logp,
+            "q_curr": _smallest(
+                [partial(_call_frozen, qf) for qf in self._qfs()], features.detach(), new_actions
+            ),
+        }
+        if self.twin_q:
+            output[QF_TWIN_PREDS] = self.qf_twin(features, actions)
+        with torch.no_grad():
+            next_policy = dist_class.from_logits(dist_inputs[:, 1:])
+            next_actions, output["logp_next_resampled"] = next_policy.sample_and_logp()
+            target_features = self.target_qf_encoder(obs, critic_state, valid)[0][:, 1:]
+            output[QF_TARGET_NEXT] = _smallest(self._target_qfs(), target_features, next_actions)
+        return output
+
+    @override(QNetAPI)
+    def compute_q_values(self, batch: Mapping[str, Any]) -> Tensor:
+        """Q-values `(B, T)` of the batch's actions, the smaller ones of twins."""
+        obs, state, valid = module_inputs(batch)
+        features, _ = self.qf_encoder(obs, self._critic_state(state), valid)
+        return _smallest(self._qfs(), features, batch[Columns.ACTIONS])
+
+    def _critic_state(self, state: Any) -> Any:
+        return state if self.memory_config.vf_share_layers else state[CRITIC]
+
+    def _qfs(self) -> list[nn.Module]:
+        return [self.qf, self.qf_twin] if self.twin_q else [self.qf]
+
+    # Target networks.
+
+    @override(TargetNetworkAPI)
+    def make_target_networks(self) -> None:
+        """Copies the memory and the heads of the Q-functions."""
+        self.target_qf_encoder = make_target_network(self.qf_encoder)
+        self.target_qf = make_target_network(self.qf)
+        if self.twin_q:
+            self.target_qf_twin = make_target_network(self.qf_twin)
+
+    @override(TargetNetworkAPI)
+    def get_target_network_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
+        """The networks with their targets."""
+        pairs = [(self.qf_encoder, self.target_qf_encoder)]
+        return pairs + list(zip(self._qfs(), self._target_qfs(), strict=True))
+
+    @override(TargetNetworkAPI)
+    def forward_target(self, batch: Mapping[str, Any]) -> Tensor:
+        """The target networks' Q-values `(B, T)` of the batch's actions."""
+        obs, state, valid = module_inputs(batch)
+        with torch.no_grad():
+            features, _ = self.target_qf_encoder(obs, self._critic_state(state), valid)
+            return _smallest(self._target_qfs(), features, batch[Columns.ACTIONS])
+
+    def _target_qfs(self) -> list[nn.Module]:
+        return [self.target_qf, self.target_qf_twin] if self.twin_q else [self.target_qf]
+
+    @override(InferenceOnlyAPI)
+    def get_non_inference_attributes(self) -> list[str]:
+        """What an EnvRunner does without."""
+        return ["qf", "qf_twin", "target_qf_encoder", "target_qf", "target_qf_twin"]
+
+
+class SquashedGaussian(TorchSquashedGaussian):
+    """RLlib's squashed Gaussian, whose most likely action is squashed as well.
+
+    RLlib 2.60 takes the mean before the squashing, which the bounds then cut off.
+    """
+
+    @override(TorchSquashedGaussian)
+    def to_deterministic(self) -> TorchDeterministic:
+        return TorchDeterministic(loc=torch.tanh(torch.as_tensor(self.loc)))
+
+
+def _check_action_space(space: gym.Space) -> None:
+    if not isinstance(space, spaces.Box):
+        raise ValueError(
+            f"The action space is {space}, but SAC's policy is a Gaussian and acts in a Box only. "
+            "Use DQN for a Discrete space, PPO for others."
+        )
+    if not space.is_bounded():
+        raise ValueError(
+            f"The action space is {space}, but a squashed action needs bounds to be scaled to. "
+            "Give the space finite bounds, or use PPO."
+        )
+
+
+def _with_last_observation(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with the `T + 1` observations before and after its steps."""
+    joined = dict(batch)
+    joined[Columns.OBS] = tree.map_structure(
+        # A row is a part of one episode: each next observation is that of the step after.
+        lambda obs, next_obs: torch.cat([obs[:, :1], next_obs], dim=1),
+        batch[Columns.OBS],
+        batch[Columns.NEXT_OBS],
+    )
+    if Columns.SEQ_LENS in batch:
+        joined[Columns.SEQ_LENS] = batch[Columns.SEQ_LENS] + 1
+    return joined
+
+
+def _smallest(qfs: Sequence[Callable], features: Tensor, actions: Tensor) -> Tensor:
+    """The smallest of the values `(B, T)` that Q-functions give to actions."""
+    return torch.stack([qf(features, actions) for qf in qfs]).amin(0)
+
+
+def _call_frozen(qf: nn.Module, features: Tensor, actions: Tensor) -> Tensor:
+    """A Q-function with gradients for the actions, but not for its weights."""
+    weights = {name: weight.detach() for name, weight in qf.named_parameters()}
+    return functional_call(qf, weights, (features, actions))
