@@ -4,7 +4,11 @@ from connectors.advantages import ComputeAdvantages
 from connectors.connect import connect
 from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+from connectors.learners import (
+    MemoryLearnerMixin,
+    MemoryPPOTorchLearner,
+    MemorySACTorchLearner,
+)
 from connectors.module_to_env import FormatActions, SampleActions
 from connectors.snapshots import StateSnapshot
 
@@ -15,6 +19,7 @@ __all__ = [
     "FormatActions",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
+    "MemorySACTorchLearner",
     "SampleActions",
     "StateSnapshot",
     "connect",

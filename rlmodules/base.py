@@ -69,13 +69,12 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 stay as they were.
         """
         own = self.state_dict()
-        training_only = tuple(f"{name}." for name in self.get_non_inference_attributes())
+        # An EnvRunner has none of these, and only a Learner makes target networks.
+        not_here = tuple(
+            f"{name}." for name in self.get_non_inference_attributes() if not hasattr(self, name)
+        )
         missing = own.keys() - state.keys()
-        unexpected = {
-            key
-            for key in state.keys() - own.keys()
-            if not (self.inference_only and key.startswith(training_only))
-        }
+        unexpected = {key for key in state.keys() - own.keys() if not key.startswith(not_here)}
         mis_shaped = {
             f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
             for key in own.keys() & state.keys()

@@ -111,7 +111,8 @@ class MemorySACTorchLearner(MemoryLearnerMixin, _OneBackwardPass):
         next_value = fwd_out[QF_TARGET_NEXT] - alpha * fwd_out["logp_next_resampled"]
         continues = ~batch[Columns.TERMINATEDS].bool()
         returns = batch[Columns.REWARDS] + settings.gamma * torch.where(continues, next_value, 0.0)
-        target = returns.detach()
+        # A NaN in the padding would reach the gradients through the difference of both.
+        target = torch.where(mask, returns, 0.0).detach()
         predictions = {QF_LOSS_KEY: fwd_out[QF_PREDS]}
         if QF_TWIN_PREDS in fwd_out:
             predictions[QF_TWIN_LOSS_KEY] = fwd_out[QF_TWIN_PREDS]
