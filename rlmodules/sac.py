@@ -6,7 +6,6 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-import tree
 from gymnasium import spaces
 from ray.rllib.algorithms.sac.sac_learner import QF_PREDS, QF_TARGET_NEXT, QF_TWIN_PREDS
 from ray.rllib.core.columns import Columns
@@ -109,44 +108,45 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
         """What SAC's losses are made of, under RLlib's names, `(B, T)` each.
 
-        The memories run once over the `T + 1` observations of a row, its `OBS` and the last
-        `NEXT_OBS`, so that the value of a next observation comes from a memory that has seen the
-        row. Each loss has gradients for its own networks only, so their sum has the right ones.
+        A row holds an observation more than steps, so one pass serves a step and the one after it:
+        the columns of next observations are those of the slot behind. They mean nothing in a row's
+        last slot. Each loss has gradients for its own networks only, so the sum of all has the
+        right ones.
         """
         self.compile_cores()
-        obs, state, valid = module_inputs(_with_last_observation(batch))
+        obs, state, valid = module_inputs(batch)
         critic_state = self._critic_state(state)
-        critic_features = self.qf_encoder(obs, critic_state, valid)[0]
+        features = self.qf_encoder(obs, critic_state, valid)[0]
         if self.memory_config.vf_share_layers:
-            actor_features = critic_features.detach()
+            dist_inputs = self.pi(features.detach())
         else:
-            actor_features = self.pi_encoder(obs, state[ACTOR], valid)[0]
-        features = critic_features[:, :-1]
+            dist_inputs = self.pi(self.pi_encoder(obs, state[ACTOR], valid)[0])
         actions = batch[Columns.ACTIONS]
         if valid is not None:
             # Whatever stands in the padding, even a NaN must not reach the heads' gradients.
-            actions = actions.where(valid[:, 1:, None], 0)
+            actions = actions.where(valid[..., None], 0)
 
-        dist_inputs = self.pi(actor_features)
         dist_class: Any = self.get_train_action_dist_cls()
-        policy = dist_class.from_logits(dist_inputs[:, :-1])
+        policy = dist_class.from_logits(dist_inputs)
         new_actions, logp = policy.rsample_and_logp()
-        output = {
-            Columns.ACTION_DIST_INPUTS: dist_inputs[:, :-1],
+        frozen = [partial(_call_frozen, qf) for qf in self._qfs()]
+        outputs = {
+            Columns.ACTION_DIST_INPUTS: dist_inputs,
             QF_PREDS: self.qf(features, actions),
             "logp_resampled": logp,
-            "q_curr": _smallest(
-                [partial(_call_frozen, qf) for qf in self._qfs()], features.detach(), new_actions
-            ),
+            "q_curr": _smallest(frozen, features.detach(), new_actions),
         }
         if self.twin_q:
-            output[QF_TWIN_PREDS] = self.qf_twin(features, actions)
+            outputs[QF_TWIN_PREDS] = self.qf_twin(features, actions)
         with torch.no_grad():
-            next_policy = dist_class.from_logits(dist_inputs[:, 1:])
-            next_actions, output["logp_next_resampled"] = next_policy.sample_and_logp()
-            target_features = self.target_qf_encoder(obs, critic_state, valid)[0][:, 1:]
-            output[QF_TARGET_NEXT] = _smallest(self._target_qfs(), target_features, next_actions)
-        return output
+            target_features = self.target_qf_encoder(obs, critic_state, valid)[0]
+            next_actions, next_logp = policy.sample_and_logp()
+            next_q = _smallest(self._target_qfs(), target_features, next_actions)
+        return {
+            **outputs,
+            "logp_next_resampled": next_logp.roll(-1, dims=1),
+            QF_TARGET_NEXT: next_q.roll(-1, dims=1),
+        }
 
     @override(QNetAPI)
     def compute_q_values(self, batch: Mapping[str, Any]) -> Tensor:
@@ -216,20 +216,6 @@ def _check_action_space(space: gym.Space) -> None:
             f"The action space is {space}, but a squashed action needs bounds to be scaled to. "
             "Give the space finite bounds, or use PPO."
         )
-
-
-def _with_last_observation(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with the `T + 1` observations before and after its steps."""
-    joined = dict(batch)
-    joined[Columns.OBS] = tree.map_structure(
-        # A row is a part of one episode: each next observation is that of the step after.
-        lambda obs, next_obs: torch.cat([obs[:, :1], next_obs], dim=1),
-        batch[Columns.OBS],
-        batch[Columns.NEXT_OBS],
-    )
-    if Columns.SEQ_LENS in batch:
-        joined[Columns.SEQ_LENS] = batch[Columns.SEQ_LENS] + 1
-    return joined
 
 
 def _smallest(qfs: Sequence[Callable], features: Tensor, actions: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.ray
 OBSERVATIONS = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
 ACTIONS = gym.spaces.Box(-2.0, 2.0, (2,), np.float32)
 T = 5
-SEQ_LENS = [5, 3, 1, 4]
+# Observations of each row, one more than steps.
+SEQ_LENS = [5, 3, 2, 4]
 GAMMA = 0.9
 # What "samples" of a Gaussian are here, in standard deviations.
 NOISE, NEXT_NOISE = 0.7, -0.4
@@ -78,16 +79,14 @@ def make_batch(module, dtype=torch.float32):
         return torch.rand(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     B = len(SEQ_LENS)
-    obs = random(B, T + 1, 3)
     seq_lens = torch.tensor(SEQ_LENS)
-    mask = torch.arange(T) < seq_lens[:, None]
+    mask = torch.arange(T) < seq_lens[:, None] - 1
     # Steps that the memory reads, but nothing is learned from.
     mask[0, :2] = False
-    ends = (torch.arange(T) == seq_lens[:, None] - 1)[:, :]
+    ends = torch.arange(T) == seq_lens[:, None] - 2
     terminateds = ends & torch.tensor([False, True, False, False])[:, None]
     return {
-        Columns.OBS: obs[:, :-1],
-        Columns.NEXT_OBS: obs[:, 1:],
+        Columns.OBS: random(B, T, 3),
         Columns.ACTIONS: 1.8 * random(B, T, 2) - 0.9,
         Columns.REWARDS: random(B, T) - 0.5,
         Columns.TERMINATEDS: terminateds,
@@ -146,9 +145,8 @@ def reference(module, batch, log_alpha):
         state = tree.map_structure(lambda x, row=row: x[row : row + 1], batch[Columns.STATE_IN])
         critic_state = target_state = state["critic"] if separate else state
         actor_state = state["actor"] if separate else None
-        seen = [*batch[Columns.OBS][row, :length], batch[Columns.NEXT_OBS][row, length - 1]]
         features, target_features, dist_inputs = [], [], []
-        for obs in seen:
+        for obs in batch[Columns.OBS][row, :length]:
             x, critic_state = module.qf_encoder(obs[None, None], critic_state, None)
             features.append(x[0, 0])
             if separate:
@@ -157,7 +155,7 @@ def reference(module, batch, log_alpha):
             x, target_state = module.target_qf_encoder(obs[None, None], target_state, None)
             target_features.append(x[0, 0])
 
-        for t in range(length):
+        for t in range(length - 1):
             if not batch[Columns.LOSS_MASK][row, t]:
                 continue
             action, logp = squashed_sample(dist_inputs[t + 1], NEXT_NOISE)
@@ -212,7 +210,7 @@ def test_padding_changes_nothing(vf_share_layers):
     torch.manual_seed(1)
     expected = losses_of(learner, dict(batch))
     padding = torch.arange(T) >= batch[Columns.SEQ_LENS][:, None]
-    for column in (Columns.OBS, Columns.NEXT_OBS, Columns.ACTIONS):
+    for column in (Columns.OBS, Columns.ACTIONS):
         batch[column] = batch[column].masked_fill(padding[..., None], float("nan"))
     batch[Columns.REWARDS] = batch[Columns.REWARDS].masked_fill(padding, float("nan"))
     batch[Columns.TERMINATEDS] = batch[Columns.TERMINATEDS] | padding

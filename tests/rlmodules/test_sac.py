@@ -11,11 +11,11 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 
 from rlmodules import DeepLinearAttentionSACRLModule, LinearAttentionSACRLModule
 from rlmodules.heads import ActionValueHead
-from tests.rlmodules.test_base import BOX, assert_trees_equal, batch_of
+from tests.rlmodules.test_base import BOX, T, assert_trees_equal, batch_of
 from tests.rlmodules.test_base import build as build_module
 
 ACTIONS = spaces.Box(-2.0, 3.0, (2,), np.float32)
-SEQ_LENS = [6, 4, 1]
+SEQ_LENS = [T, 4, 2]
 SHARINGS = pytest.mark.parametrize("vf_share_layers", [True, False], ids=["shared", "separate"])
 
 
@@ -31,20 +31,17 @@ def build(observation_space=BOX, action_space=ACTIONS, targets=True, **settings)
     return module
 
 
-def replayed(module, seq_lens=SEQ_LENS, num_steps=6):
-    """Rows of one episode each, with the observation that follows each step."""
-    batch = batch_of(module, num_steps + 1, len(seq_lens), seq_lens)
-    obs = batch[Columns.OBS]
-    batch[Columns.OBS] = tree.map_structure(lambda x: x[:, :-1], obs)
-    batch[Columns.NEXT_OBS] = tree.map_structure(lambda x: x[:, 1:], obs)
-    shape = (len(seq_lens), num_steps, *module.action_space.shape)
+def replayed(module, seq_lens=SEQ_LENS):
+    """Rows of one episode each; the last observation of each follows its last step."""
+    batch = batch_of(module, T, len(seq_lens), seq_lens)
+    shape = (len(seq_lens), T, *module.action_space.shape)
     generator = torch.Generator().manual_seed(2)
     batch[Columns.ACTIONS] = 2 * torch.rand(*shape, generator=generator) - 1
     return batch
 
 
 def mask_of(batch):
-    return torch.arange(batch[Columns.ACTIONS].shape[1]) < batch[Columns.SEQ_LENS][:, None]
+    return torch.arange(T) < batch[Columns.SEQ_LENS][:, None] - 1
 
 
 def names_with_gradient(module):
@@ -137,8 +134,8 @@ def test_padding_is_inert(vf_share_layers):
 
     batch = replayed(module)
     expected = run(batch)
-    padding = ~mask_of(batch)
-    for column in (Columns.OBS, Columns.NEXT_OBS, Columns.ACTIONS):
+    padding = torch.arange(T) >= batch[Columns.SEQ_LENS][:, None]
+    for column in (Columns.OBS, Columns.ACTIONS):
         batch[column] = batch[column].masked_fill(padding[..., None], float("nan"))
     assert_trees_equal(run(batch), expected)
 
