@@ -25,11 +25,11 @@ from ray.rllib.core.learner.learner import POLICY_LOSS_KEY
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.numpy import convert_to_numpy
-from ray.rllib.utils.typing import ModuleID
+from ray.rllib.utils.typing import ModuleID, ParamDict
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from connectors.learners.mixin import MemoryLearnerMixin
+from connectors.learners.replay import ReplayLearnerMixin
 
 LOG_ALPHA = "log_alpha"
 # Beginnings of the names of the policy's parameters, in RLlib's modules and ours.
@@ -43,13 +43,18 @@ class _OneBackwardPass(SACTorchLearner):
     Each parameter has a gradient from one loss only, so the sum has the same gradients.
     """
 
-    compute_gradients = TorchLearner.compute_gradients
+    @override(SACTorchLearner)
+    def compute_gradients(self, loss_per_module: dict[ModuleID, Any], **kwargs: Any) -> ParamDict:
+        # What RLlib's loss leaves there for RLlib's backward passes: private in Ray 2.60, but else
+        # the graph of a module without memory would stay until the next update.
+        self._temp_losses.clear()
+        return TorchLearner.compute_gradients(self, loss_per_module, **kwargs)
 
 
-class MemorySACTorchLearner(MemoryLearnerMixin, _OneBackwardPass):
+class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
     """SAC's Learner for modules with memory, set by `connect`.
 
-    Beyond `MemoryLearnerMixin` its losses and metrics are means over the steps that are trained
+    Beyond `ReplayLearnerMixin` its losses and metrics are means over the steps that are trained
     on; RLlib's have no mask. One optimizer, `qf`, trains all that the policy's does not: the
     Q-functions may share a memory, with each other and with the policy.
     """
@@ -96,6 +101,10 @@ class MemorySACTorchLearner(MemoryLearnerMixin, _OneBackwardPass):
             batch: Columns `(B, T)`: `REWARDS`, `TERMINATEDS` and `LOSS_MASK`.
             fwd_out: What the module's `forward_train` returned, `(B, T)`.
         """
+        if Columns.LOSS_MASK not in batch:
+            return super().compute_loss_for_module(
+                module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
+            )
         settings: Any = config
         mask = batch[Columns.LOSS_MASK]
 

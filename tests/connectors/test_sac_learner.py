@@ -1,5 +1,6 @@
 """SAC's Learner: losses against a reference, padding, optimizers, target networks."""
 
+import functools
 import math
 
 import gymnasium as gym
@@ -12,8 +13,12 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from connectors import MemorySACTorchLearner
-from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule
+from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
+
+from connectors import MemorySACTorchLearner, connect
+from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule, compilation
+from rlmodules.core import module_inputs
+from tests.envs import RandomObservations
 
 pytestmark = pytest.mark.ray
 
@@ -240,3 +245,128 @@ def test_each_parameter_has_one_optimizer(vf_share_layers):
     assert set(trained["qf"]) == {"qf_encoder", "qf", "qf_twin"}
     assert set(trained["policy"]) == ({"pi"} if vf_share_layers else {"pi", "pi_encoder"})
     assert trained["alpha"] == ["log_alpha"]
+
+
+def test_target_networks_follow():
+    learner = make_learner({"tau": 0.25})
+    module = module_of(learner)
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    learner.after_gradient_based_update(timesteps={NUM_ENV_STEPS_SAMPLED_LIFETIME: 100})
+    after = module.state_dict()
+    targets = [name for name in before if name.startswith("target_")]
+    assert targets
+    for name in targets:
+        source = before[name.removeprefix("target_")]
+        torch.testing.assert_close(after[name], 0.25 * source + 0.75 * before[name])
+    for name in before.keys() - set(targets):
+        assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler raises warnings of its own.
+@SHARINGS
+def test_compiled_memories_get_the_same_gradients(vf_share_layers, monkeypatch):
+    """Without code generation, to save time; at a width that nothing else compiles."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    gradients = []
+    for compiled in (True, False):
+        learner = make_learner(vf_share_layers=vf_share_layers, d_model=24, compile=compiled)
+        module = module_of(learner)
+        torch.manual_seed(1)
+        gradients.append(losses_of(learner, make_batch(module))[1])
+        for core in (module.qf_encoder, module.target_qf_encoder):
+            assert all((x in compilation._compiled) == compiled for x in core.memory.blocks)
+    for name, expected in gradients[1].items():
+        if not name.startswith("target_"):
+            torch.testing.assert_close(gradients[0][name], expected, rtol=1e-4, atol=1e-6)
+
+
+class RecordingRLModule(DeepLinearAttentionSACRLModule):
+    """Also records what the Q heads get to see."""
+
+    def _forward(self, batch, **kwargs):
+        obs, state, valid = module_inputs(batch)
+        features, _ = self.qf_encoder(obs, self._critic_state(state), valid)
+        return {**super()._forward(batch, **kwargs), "critic_features": features}
+
+
+class RecordingLearner(MemorySACTorchLearner):
+    """Keeps each train batch and how far its numbers are from those of the rollout."""
+
+    def build(self):
+        super().build()
+        self.batches, self.errors, self.errors_without_state = [], [], []
+
+    def compute_loss_for_module(self, *, module_id, config, batch, fwd_out):
+        module = self.module[module_id].unwrapped()
+        mask = batch[Columns.LOSS_MASK]
+
+        def errors(batch):
+            with torch.no_grad():
+                outputs = module.forward_exploration(batch)
+            dist_class = module.get_train_action_dist_cls()
+            dist = dist_class.from_logits(outputs[Columns.ACTION_DIST_INPUTS])
+            logp = dist.logp(batch[Columns.ACTIONS]) - batch[Columns.ACTION_LOGP]
+            features = outputs["critic_features"] - batch["critic_features"]
+            return [x[mask].abs().max().item() for x in (logp, features)]
+
+        self.batches.append(dict(batch))
+        self.errors.append(errors(batch))
+        zeros = tree.map_structure(torch.zeros_like, batch[Columns.STATE_IN])
+        self.errors_without_state.append(errors({**batch, Columns.STATE_IN: zeros}))
+        return super().compute_loss_for_module(
+            module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
+        )
+
+
+def make_config(model_config, *, learner_class=None, fragment=19, **training):
+    config = (
+        SACConfig()
+        .environment(
+            RandomObservations,
+            env_config={"action_space": gym.spaces.Box(-2.0, 2.0, (2,), np.float32)},
+        )
+        .env_runners(num_env_runners=0, num_envs_per_env_runner=3, rollout_fragment_length=fragment)
+        .learners(num_learners=0)
+        .training(
+            train_batch_size_per_learner=120,
+            num_steps_sampled_before_learning_starts=400,
+            actor_lr=1e-2,
+            critic_lr=1e-2,
+            **training,
+        )
+        .reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=0)
+        .rl_module(
+            rl_module_spec=RLModuleSpec(module_class=RecordingRLModule, model_config=model_config)
+        )
+        .debugging(seed=0)
+    )
+    if learner_class is not None:
+        config.learners(learner_class=learner_class)
+    return connect(config)
+
+
+@SHARINGS
+@pytest.mark.parametrize("fragment", [1, 19])
+def test_a_replayed_row_is_the_rollout(vf_share_layers, fragment):
+    """With the weights that sampled, from the state that the buffer has for the row."""
+    config = make_config(
+        small(max_seq_len=8, vf_share_layers=vf_share_layers),
+        learner_class=RecordingLearner,
+        fragment=fragment,
+    )
+    algorithm = config.build_algo()
+    try:
+        learner = algorithm.learner_group._learner
+        while not learner.batches:
+            results = algorithm.train()
+    finally:
+        algorithm.stop()
+    assert max(learner.errors[0]) <= 1e-5
+    # The test sees a wrong state, and rows that start inside episodes.
+    assert min(learner.errors_without_state[0]) > 1e-4
+    batch = learner.batches[0]
+    assert batch[Columns.LOSS_MASK].shape[1] == 8
+    assert batch[Columns.LOSS_MASK].sum() >= 120
+    results = results["learners"][DEFAULT_MODULE_ID]
+    for name in ("qf_loss", "qf_twin_loss", "policy_loss", "alpha_loss", "logps", "td_error_mean"):
+        assert math.isfinite(results[name]), name
