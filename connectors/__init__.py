@@ -10,6 +10,7 @@ from connectors.learners import (
     MemorySACTorchLearner,
 )
 from connectors.module_to_env import FormatActions, SampleActions
+from connectors.replay import SequenceReplayBuffer
 from connectors.snapshots import StateSnapshot
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryPPOTorchLearner",
     "MemorySACTorchLearner",
     "SampleActions",
+    "SequenceReplayBuffer",
     "StateSnapshot",
     "connect",
 ]

@@ -19,7 +19,7 @@ from ray.rllib.utils.spaces.space_utils import BatchedNdArray
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 
 from connectors.layout import RowLayout
-from connectors.row_states import row_states
+from connectors.row_states import WARM_UP, row_states, warm_up_lengths
 from connectors.validation import check_single_agent, row_length, single_module
 
 NUM_REBUILT_ROWS = "num_rows_with_rebuilt_state"
@@ -36,7 +36,8 @@ class BuildTrainBatch(ConnectorV2):
 
     States come from the snapshots that the episodes hold (see `StateSnapshot`); from the states of
     single steps where RLlib's default connectors recorded the episodes; and are the initial state
-    where nothing was recorded.
+    where nothing was recorded. Replayed episodes start with a warm-up, which the module reads to
+    find the first row's state (see `connectors.replay`).
 
     Pieces behind this one see each column as one array under a single key.
     """
@@ -76,6 +77,7 @@ class BuildTrainBatch(ConnectorV2):
             shared_data = {}
 
         layout = RowLayout([len(episode) for episode in episodes], max_seq_len)
+        warm_up = warm_up_lengths(episodes)
         # Lists of one part an episode, or the concatenated steps of all episodes.
         steps = {
             column: _collect_column(column, data, episodes, layout)
@@ -84,6 +86,14 @@ class BuildTrainBatch(ConnectorV2):
         }
         given = set(steps)
         _add_episode_columns(steps, episodes)
+        states, num_rebuilt, num_stale = row_states(
+            module, episodes, layout, steps, warm_up, obs_given=Columns.OBS in given
+        )
+        if warm_up.any():
+            steps = {
+                column: _without_warm_up(layout, parts, warm_up) for column, parts in steps.items()
+            }
+            layout = RowLayout((layout.lengths - warm_up).tolist(), max_seq_len)
         key = (episodes[0].id_,)
         for column, parts in steps.items():
             batch[column] = {key: [_pad_column(layout, parts)]}
@@ -91,9 +101,6 @@ class BuildTrainBatch(ConnectorV2):
         batch[Columns.SEQ_LENS] = {key: [BatchedNdArray(layout.seq_lens)]}
         if Columns.LOSS_MASK not in batch:
             batch[Columns.LOSS_MASK] = {key: [BatchedNdArray(layout.valid)]}
-        states, num_rebuilt, num_stale = row_states(
-            module, episodes, layout, steps, obs_given=Columns.OBS in given
-        )
         batch[Columns.STATE_IN] = {key: [tree.map_structure(BatchedNdArray, states)]}
         # RLlib asks for this before it shuffles rows.
         shared_data[f"_zero_padded_for_mid={DEFAULT_MODULE_ID}"] = True
@@ -101,6 +108,17 @@ class BuildTrainBatch(ConnectorV2):
             for name, value in ((NUM_REBUILT_ROWS, num_rebuilt), (NUM_STALE_ROWS, num_stale)):
                 metrics.log_value((DEFAULT_MODULE_ID, name), value, reduce="sum")
         return batch
+
+
+def _without_warm_up(layout: RowLayout, parts: Any, warm_up: np.ndarray) -> Any:
+    if isinstance(parts, list):
+        return [
+            tree.map_structure(lambda leaf, start=start: leaf[start:], part)
+            for part, start in zip(parts, warm_up.tolist(), strict=True)
+        ]
+    positions = np.arange(layout.num_steps) - np.repeat(layout.offsets, layout.lengths)
+    kept = positions >= np.repeat(warm_up, layout.lengths)
+    return tree.map_structure(lambda leaf: leaf[kept], parts)
 
 
 def _pad_column(layout: RowLayout, parts: Any) -> Any:
@@ -158,7 +176,7 @@ def _add_episode_columns(steps: dict[str, Any], episodes: list[SingleAgentEpisod
         if column not in steps:
             steps[column] = [_last_step_flag(episode, flag) for episode in episodes]
 
-    skipped = {*steps, Columns.STATE_IN, Columns.STATE_OUT}
+    skipped = {*steps, Columns.STATE_IN, Columns.STATE_OUT, WARM_UP}
     columns = dict.fromkeys(chain.from_iterable(e.extra_model_outputs for e in episodes))
     for column in columns:
         if column in skipped:

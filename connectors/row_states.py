@@ -15,12 +15,28 @@ from connectors.layout import RowLayout
 from connectors.snapshots import StateSnapshot, rebuild_states
 from connectors.validation import initial_state
 
+WARM_UP = "warm_up"
+"""Column of an episode's module outputs that is True on steps which stand in no row. They come
+first, and the module is run over them to find the state that the first row starts from."""
+
+
+def warm_up_lengths(episodes: list[SingleAgentEpisode]) -> np.ndarray:
+    """`(E,)` int64: the leading steps of each episode that are warm-up."""
+    lengths = [
+        int(np.sum(episode.get_extra_model_outputs(WARM_UP)))
+        if WARM_UP in episode.extra_model_outputs
+        else 0
+        for episode in episodes
+    ]
+    return np.array(lengths, dtype=np.int64)
+
 
 def row_states(
     module: RLModule,
     episodes: list[SingleAgentEpisode],
     layout: RowLayout,
     steps: dict[str, Any],
+    warm_up: np.ndarray,
     *,
     obs_given: bool,
 ) -> tuple[Any, int, int]:
@@ -29,9 +45,10 @@ def row_states(
     Args:
         module: The module with memory.
         episodes: Episodes whose steps fill the rows.
-        layout: Their layout.
-        steps: Columns of the train batch before padding: a list of one part an episode, or the
-            concatenated steps of all.
+        layout: Layout of all their steps, warm-up included.
+        steps: Columns of these steps: a list of one part an episode, or the concatenated steps of
+            all.
+        warm_up: Leading steps of each episode that stand in no row.
         obs_given: True if `OBS` was made by another connector. What it did to observations before
             the chunk is unknown, so states cannot be rebuilt from a lookback buffer.
 
@@ -46,7 +63,8 @@ def row_states(
 
     for position, episode in enumerate(episodes):
         recorded = episode.extra_model_outputs.get(Columns.STATE_OUT)
-        starts = range(0, int(layout.lengths[position]), layout.max_seq_len)
+        warmed = int(warm_up[position])
+        starts = range(warmed, int(layout.lengths[position]), layout.max_seq_len)
         if recorded is None:
             states.extend(first for _ in starts)
             continue
@@ -58,8 +76,10 @@ def row_states(
             continue
         for start in starts:
             t = episode.t_started + start
-            snapshot = outputs[start]
-            state = first if t == 0 else snapshot.state_at(t)
+            # A warm-up is run in full, also where a later snapshot is nearer.
+            is_warmed = start == warmed > 0
+            snapshot = outputs[0 if is_warmed else start]
+            state = first if t == 0 else None if is_warmed else snapshot.state_at(t)
             if state is None:
                 known = first if snapshot.t == 0 else snapshot.state
                 gap = t - snapshot.t
@@ -94,24 +114,23 @@ def _states_of_steps(
     episode: SingleAgentEpisode, outputs: Any, first: Any, starts: range
 ) -> tuple[list[Any], int]:
     """States of an episode that RLlib's default connectors recorded, one a step."""
-    num_stale = 0
-    before = first
-    if episode.t_started > 0:
-        if episode.extra_model_outputs[Columns.STATE_OUT].lookback:
-            before = episode.get_extra_model_outputs(
-                Columns.STATE_OUT, indices=-1, neg_index_as_lookback=True
-            )
-        else:
-            num_stale = 1
-    if isinstance(outputs, list):
-        return [before, *(outputs[start - 1] for start in starts[1:])], num_stale
-    return [
-        before,
-        *(
-            tree.map_structure(lambda leaf, last=start - 1: leaf[last], outputs)
-            for start in starts[1:]
-        ),
-    ], num_stale
+    states = [
+        outputs[start - 1]
+        if isinstance(outputs, list)
+        else tree.map_structure(lambda leaf, last=start - 1: leaf[last], outputs)
+        for start in starts
+        if start > 0
+    ]
+    if starts.start > 0:
+        return states, 0
+    if episode.t_started == 0:
+        return [first, *states], 0
+    if not episode.extra_model_outputs[Columns.STATE_OUT].lookback:
+        return [first, *states], 1
+    before = episode.get_extra_model_outputs(
+        Columns.STATE_OUT, indices=-1, neg_index_as_lookback=True
+    )
+    return [before, *states], 0
 
 
 def _gap_steps(

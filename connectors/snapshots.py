@@ -102,7 +102,8 @@ def rebuild_states(
 ) -> list[Any]:
     """Runs the module over recorded steps to find the states that follow them.
 
-    Sequences of equal length run together: a module that knows nothing of padding is served too.
+    No pass is padded: a module that knows nothing of padding is served too. A sequence of 13 steps
+    is run as 8, 4 and 1, so sequences of any lengths up to T share about `log2(T)` passes.
 
     Args:
         module: Module with memory; its `forward_inference` is called.
@@ -114,19 +115,31 @@ def rebuild_states(
     """
     module = module.unwrapped()
     device = device_of(module)
-    groups: dict[tuple[int, frozenset[str]], list[int]] = defaultdict(list)
+    groups: dict[frozenset[str], list[int]] = defaultdict(list)
+    lengths = [len(tree.flatten(columns[Columns.OBS])[0]) for columns in steps]
     for position, columns in enumerate(steps):
-        length = len(tree.flatten(columns[Columns.OBS])[0])
-        groups[length, frozenset(columns)].append(position)
+        groups[frozenset(columns)].append(position)
 
-    rebuilt: list[Any] = [None] * len(states)
-    for (length, _), positions in groups.items():
-        inputs: Any = stack_items([steps[position] for position in positions])
-        inputs[Columns.STATE_IN] = stack_items([states[position] for position in positions])
-        inputs[Columns.SEQ_LENS] = np.full(len(positions), length, dtype=np.int64)
-        with _inference(module):
-            outputs = module.forward_inference(convert_to_torch_tensor(inputs, device=device))
-        rows = copy_rows(outputs[Columns.STATE_OUT], range(len(positions)))
-        for position, row in zip(positions, rows, strict=True):
-            rebuilt[position] = row
+    rebuilt = list(states)
+    for group in groups.values():
+        longest = max(lengths[position] for position in group)
+        for bit in reversed(range(longest.bit_length())):
+            positions = [position for position in group if lengths[position] >> bit & 1]
+            if not positions:
+                continue
+            parts = [_steps_of_bit(steps[i], lengths[i], bit) for i in positions]
+            inputs: Any = stack_items(parts)
+            inputs[Columns.STATE_IN] = stack_items([rebuilt[i] for i in positions])
+            inputs[Columns.SEQ_LENS] = np.full(len(positions), 1 << bit, dtype=np.int64)
+            with _inference(module):
+                outputs = module.forward_inference(convert_to_torch_tensor(inputs, device=device))
+            rows = copy_rows(outputs[Columns.STATE_OUT], range(len(positions)))
+            for position, row in zip(positions, rows, strict=True):
+                rebuilt[position] = row
     return rebuilt
+
+
+def _steps_of_bit(columns: dict[str, Any], length: int, bit: int) -> dict[str, Any]:
+    """The `2 ** bit` steps that follow those of the length's higher bits."""
+    start = length >> (bit + 1) << (bit + 1)
+    return tree.map_structure(lambda leaf: leaf[start : start + (1 << bit)], columns)

@@ -2,6 +2,7 @@
 
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
+from connectors.learners.replay import ReplayLearnerMixin
 from connectors.learners.sac import MemorySACTorchLearner
 
 __all__ = [
@@ -9,4 +10,5 @@ __all__ = [
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "MemorySACTorchLearner",
+    "ReplayLearnerMixin",
 ]

@@ -1,0 +1,31 @@
+"""What the Learners of replaying algorithms share."""
+
+from __future__ import annotations
+
+from ray.rllib.connectors.learner import (
+    AddNextObservationsFromEpisodesToTrainBatch,
+    AddOneTsToEpisodesAndTruncate,
+)
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.learner.torch.torch_learner import TorchLearner
+from ray.rllib.utils.annotations import override
+
+from connectors.learners.mixin import MemoryLearnerMixin
+
+
+class ReplayLearnerMixin(MemoryLearnerMixin):
+    """Trains on the rows that `connectors.replay` describes; put it before RLlib's Learner class.
+
+    A slice's last observation goes into the row behind its last step, in place of the second set
+    of rows, one step later, that RLlib adds as `NEXT_OBS`. Modules without memory are trained as
+    RLlib trains them.
+    """
+
+    @override(TorchLearner)
+    def build(self) -> None:
+        """Builds the Learner and exchanges the connector of the next observations."""
+        super().build()
+        pipeline = self._learner_connector
+        if pipeline is not None and self.module[DEFAULT_MODULE_ID].is_stateful():
+            pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)
+            pipeline.prepend(AddOneTsToEpisodesAndTruncate())
