@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.algorithms.sac.sac import SACConfig
 
 from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner, MemorySACTorchLearner
-from connectors.replay import SequenceReplayBuffer
+from connectors.replay_settings import use_sequence_replay_in_sac
 
 RowLengths = Mapping[str, int]
 """`max_seq_len` of each module with memory, by module ID."""
@@ -101,29 +100,13 @@ def _prepare_ppo(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
 
 
 def _prepare_sac(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
-    if not row_lengths:
-        return
-    settings: Any = config
-    if settings.n_step != 1:
+    n_step = getattr(config, "n_step", 1)
+    if row_lengths and n_step != 1:
         raise ValueError(
-            f"`n_step` is {settings.n_step!r}, but must be 1 for SAC with memory: its Learner "
-            "bootstraps from the step that follows in the row. Set `config.training(n_step=1)`."
+            f"`n_step` is {n_step!r}, but must be 1 for SAC with a memory: its targets are those "
+            "of single steps. Set `config.training(n_step=1)`."
         )
-    (T,) = set(row_lengths.values())
-    config.rl_module(model_config={**_shared(config), "max_seq_len": T})
-    buffer = {k: v for k, v in settings.replay_buffer_config.items() if k not in ("alpha", "beta")}
-    buffer.update(type="EpisodeReplayBuffer", batch_length_T=T)
-    settings.replay_buffer_config = buffer
-    config.callbacks(on_algorithm_init=use_sequence_buffer)
-
-
-def _shared(config):
-    return dict(config._model_config or {})
-
-
-def use_sequence_buffer(*, algorithm, **kwargs):
-    settings = {k: v for k, v in algorithm.config.replay_buffer_config.items() if k != "type"}
-    algorithm.local_replay_buffer = SequenceReplayBuffer(**settings)
+    use_sequence_replay_in_sac(config, row_lengths)
 
 
 SUPPORTED = (

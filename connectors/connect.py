@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo.default_ppo_rl_module import DefaultPPORLModule
+from ray.rllib.algorithms.sac.default_sac_rl_module import DefaultSACRLModule
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.module_to_env import (
@@ -230,6 +231,8 @@ def _may_be_stateful(spec: RLModuleSpec, model_config: dict[str, Any]) -> bool:
     """False where the module certainly has no memory, and needs no `max_seq_len`."""
     module_class = spec.module_class
     if module_class is None or module_class.get_initial_state is RLModule.get_initial_state:
+        return False
+    if issubclass(module_class, DefaultSACRLModule):
         return False
     if issubclass(module_class, DefaultPPORLModule):
         return bool(model_config.get("use_lstm"))

@@ -92,7 +92,7 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
         config: SACConfig,
         batch: dict[str, Any],
         fwd_out: dict[str, Any],
-    ) -> Tensor:
+    ) -> Any:
         """The sum of the losses of Q-functions, policy and temperature.
 
         Args:

@@ -1,21 +1,22 @@
 """SAC's Learner: losses against a reference, padding, optimizers, target networks."""
 
+import copy
 import functools
 import math
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import tree
-from ray.rllib.algorithms.sac import SACConfig
+from ray.rllib.algorithms.sac import SAC, SACConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
-
 from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 
-from connectors import MemorySACTorchLearner, connect
+from connectors import MemorySACTorchLearner, SequenceReplayBuffer, connect
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule, compilation
 from rlmodules.core import module_inputs
 from tests.envs import RandomObservations
@@ -345,6 +346,24 @@ def make_config(model_config, *, learner_class=None, fragment=19, **training):
     return connect(config)
 
 
+def learner_of(algorithm):
+    return algorithm.learner_group._learner
+
+
+def state_of(learner):
+    """Weights, moments of the optimizers and temperatures, in one flat dict."""
+    state = learner.get_state(components=["rl_module", "optimizer", "log_alpha"])
+    return dict(tree.flatten_with_path({k: v for k, v in state.items() if isinstance(v, dict)}))
+
+
+def assert_states_equal(actual, expected):
+    actual, expected = state_of(actual), state_of(expected)
+    assert actual.keys() == expected.keys()
+    assert {path[0] for path in actual} == {"rl_module", "optimizer", "log_alpha"}
+    for key, value in expected.items():
+        np.testing.assert_array_equal(np.asarray(actual[key]), np.asarray(value), err_msg=str(key))
+
+
 @SHARINGS
 @pytest.mark.parametrize("fragment", [1, 19])
 def test_a_replayed_row_is_the_rollout(vf_share_layers, fragment):
@@ -370,3 +389,101 @@ def test_a_replayed_row_is_the_rollout(vf_share_layers, fragment):
     results = results["learners"][DEFAULT_MODULE_ID]
     for name in ("qf_loss", "qf_twin_loss", "policy_loss", "alpha_loss", "logps", "td_error_mean"):
         assert math.isfinite(results[name]), name
+
+
+def test_a_restored_run_goes_on_as_the_saved_one(tmp_path):
+    """Weights, target networks, optimizers and the temperature, and so the next update."""
+    saved = make_config(small(max_seq_len=8), alpha_lr=0.1).build_algo()
+    restored = None
+    try:
+        for _ in range(12):
+            saved.train()
+        alpha = learner_of(saved).curr_log_alpha[DEFAULT_MODULE_ID].item()
+        assert abs(alpha) > 0.05
+        saved.save_to_path(tmp_path)
+        restored = SAC.from_checkpoint(tmp_path)
+        assert_states_equal(learner_of(restored), learner_of(saved))
+        assert isinstance(restored.local_replay_buffer, SequenceReplayBuffer)
+
+        episodes = saved.local_replay_buffer.sample(120)
+        for algorithm in (saved, restored):
+            torch.manual_seed(3)
+            learner_of(algorithm).update(
+                episodes=copy.deepcopy(episodes),
+                timesteps={NUM_ENV_STEPS_SAMPLED_LIFETIME: 10_000},
+                training_data=None,
+            )
+        assert_states_equal(learner_of(restored), learner_of(saved))
+        assert learner_of(saved).curr_log_alpha[DEFAULT_MODULE_ID].item() != alpha
+        restored.train()
+    finally:
+        saved.stop()
+        if restored is not None:
+            restored.stop()
+
+
+def note_init(**kwargs):
+    """A callback of the user's."""
+
+
+class MyBuffer(SequenceReplayBuffer):
+    """A buffer of the user's."""
+
+
+def test_connect_sets_the_buffer_and_keeps_callbacks():
+    config = make_config(small(max_seq_len=8), replay_buffer_config={"capacity": 5000})
+    config.callbacks(on_algorithm_init=note_init)
+    connect(connect(config))
+    (create, kept) = config.callbacks_on_algorithm_init
+    assert kept is note_init
+    algorithm = SimpleNamespace(config=config)
+    create(algorithm=algorithm)
+    assert type(algorithm.local_replay_buffer) is SequenceReplayBuffer
+    assert algorithm.local_replay_buffer.capacity == 5000
+    assert algorithm.local_replay_buffer.batch_length_T == 8
+    config.validate()
+
+
+def test_connect_keeps_a_buffer_of_the_users():
+    kind = f"{MyBuffer.__module__}.MyBuffer"
+    config = make_config(small(max_seq_len=8), replay_buffer_config={"type": kind})
+    connect(config)
+    (create,) = config.callbacks_on_algorithm_init
+    algorithm = SimpleNamespace(config=config)
+    create(algorithm=algorithm)
+    assert type(algorithm.local_replay_buffer) is MyBuffer
+
+
+def test_n_step_is_refused():
+    with pytest.raises(ValueError, match="`n_step` is 3"):
+        make_config(small(), n_step=3)
+
+
+def test_a_module_without_memory_trains_as_on_rllib():
+    """The same weights after a few updates, prioritised replay included."""
+    states = []
+    for connected in (True, False):
+        config = (
+            SACConfig()
+            .environment(RandomObservations, env_config={"action_space": ACTIONS})
+            .env_runners(num_env_runners=0, num_envs_per_env_runner=2, rollout_fragment_length=4)
+            .learners(num_learners=0)
+            .training(
+                train_batch_size_per_learner=16,
+                num_steps_sampled_before_learning_starts=20,
+                replay_buffer_config={"capacity": 1000},
+            )
+            .reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=0)
+            .rl_module(model_config={"fcnet_hiddens": [8]})
+            .debugging(seed=0)
+        )
+        algorithm = (connect(config) if connected else config).build_algo()
+        algorithm.local_replay_buffer.rng = np.random.default_rng(0)
+        try:
+            for _ in range(6):
+                algorithm.train()
+            states.append(module_of(learner_of(algorithm)).state_dict())
+        finally:
+            algorithm.stop()
+    for name, expected in states[1].items():
+        torch.testing.assert_close(states[0][name], expected, rtol=1e-4, atol=1e-6, msg=name)
