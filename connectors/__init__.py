@@ -5,6 +5,7 @@ from connectors.connect import connect
 from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
 from connectors.learners import (
+    MemoryDQNTorchLearner,
     MemoryLearnerMixin,
     MemoryPPOTorchLearner,
     MemorySACTorchLearner,
@@ -18,6 +19,7 @@ __all__ = [
     "BuildTrainBatch",
     "ComputeAdvantages",
     "FormatActions",
+    "MemoryDQNTorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "MemorySACTorchLearner",

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
+from ray.rllib.algorithms.dqn.dqn import DQNConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.algorithms.sac.sac import SACConfig
 
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner, MemorySACTorchLearner
-from connectors.replay_settings import use_sequence_replay_in_sac
+from connectors.learners import (
+    MemoryDQNTorchLearner,
+    MemoryLearnerMixin,
+    MemoryPPOTorchLearner,
+    MemorySACTorchLearner,
+)
+from connectors.replay_settings import use_sequence_replay, use_sequence_replay_in_sac
 
 RowLengths = Mapping[str, int]
 """`max_seq_len` of each module with memory, by module ID."""
@@ -99,6 +107,30 @@ def _prepare_ppo(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     keep_lookback(config, row_lengths)
 
 
+def _prepare_dqn(config: Any, row_lengths: RowLengths) -> None:
+    if not row_lengths:
+        return
+    module_class = config.rl_module_spec.module_class
+    if issubclass(module_class, DefaultDQNRLModule):
+        raise ValueError(
+            f"`{module_class.__name__}` with `use_lstm` cannot be trained on replayed rows, and "
+            "explores for one environment only. Use a module of this package, such as "
+            "`DeepLinearAttentionQRLModule`."
+        )
+    n_step, max_seq_len = config.n_step, max(row_lengths.values())
+    if isinstance(n_step, bool) or not isinstance(n_step, int) or not 1 <= n_step < max_seq_len:
+        raise ValueError(
+            f"`n_step` is {n_step!r}, but must be an integer from 1 to {max_seq_len - 1}: a "
+            "replayed row has `max_seq_len` - 1 steps. Set `config.training(n_step=...)`."
+        )
+    if config.noisy:
+        raise ValueError(
+            "`noisy` is True, but modules with memory have no noisy layers. Set "
+            "`config.training(noisy=False, epsilon=...)`."
+        )
+    use_sequence_replay(config, row_lengths, config.burn_in_len)
+
+
 def _prepare_sac(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     n_step = getattr(config, "n_step", 1)
     if row_lengths and n_step != 1:
@@ -111,5 +143,6 @@ def _prepare_sac(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
 
 SUPPORTED = (
     Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),
+    Support(DQNConfig, MemoryDQNTorchLearner, _prepare_dqn),
     Support(SACConfig, MemorySACTorchLearner, _prepare_sac),
 )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
 from ray.rllib.algorithms.ppo.default_ppo_rl_module import DefaultPPORLModule
 from ray.rllib.algorithms.sac.default_sac_rl_module import DefaultSACRLModule
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
@@ -58,7 +59,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     ```
 
     Args:
-        config: A PPO config with a single-agent module. It is changed in place.
+        config: A PPO, DQN or SAC config with a single-agent module. It is changed in place.
 
     Returns:
         The same config.
@@ -232,8 +233,6 @@ def _may_be_stateful(spec: RLModuleSpec, model_config: dict[str, Any]) -> bool:
     module_class = spec.module_class
     if module_class is None or module_class.get_initial_state is RLModule.get_initial_state:
         return False
-    if issubclass(module_class, DefaultSACRLModule):
-        return False
-    if issubclass(module_class, DefaultPPORLModule):
+    if issubclass(module_class, (DefaultPPORLModule, DefaultDQNRLModule, DefaultSACRLModule)):
         return bool(model_config.get("use_lstm"))
     return True

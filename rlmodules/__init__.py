@@ -4,22 +4,28 @@ from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.linear_attention import (
     DeepLinearAttentionConfig,
+    DeepLinearAttentionQRLModule,
     DeepLinearAttentionRLModule,
     DeepLinearAttentionSACRLModule,
     LinearAttentionConfig,
+    LinearAttentionQRLModule,
     LinearAttentionRLModule,
     LinearAttentionSACRLModule,
 )
+from rlmodules.q_learning import MemoryQRLModule
 from rlmodules.sac import MemorySACRLModule
 
 __all__ = [
     "DeepLinearAttentionConfig",
+    "DeepLinearAttentionQRLModule",
     "DeepLinearAttentionRLModule",
     "DeepLinearAttentionSACRLModule",
     "LinearAttentionConfig",
+    "LinearAttentionQRLModule",
     "LinearAttentionRLModule",
     "LinearAttentionSACRLModule",
     "MemoryConfig",
+    "MemoryQRLModule",
     "MemoryRLModule",
     "MemorySACRLModule",
 ]

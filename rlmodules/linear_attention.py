@@ -1,4 +1,4 @@
-"""`LinearAttentionRLModule` and `DeepLinearAttentionRLModule`, their configs and presets."""
+"""The RLModules on linear attention, their configs and presets."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -9,6 +9,7 @@ from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.memories import DeepLinearAttention, Memory, POPGymLinearAttention
 from rlmodules.memories.linear_attention import Normalizer, Positions, ShortConvActivation
+from rlmodules.q_learning import MemoryQRLModule
 from rlmodules.sac import MemorySACRLModule
 
 
@@ -135,6 +136,43 @@ class LinearAttentionRLModule(MemoryRLModule):
     """A policy and value function on one linear-attention block.
 
     Used as [`DeepLinearAttentionRLModule`][rlmodules.DeepLinearAttentionRLModule] is.
+    """
+
+    config_class = LinearAttentionConfig
+
+
+class DeepLinearAttentionQRLModule(MemoryQRLModule):
+    """Action values on a stack of linear-attention blocks, for DQN.
+
+    Example:
+        ```python
+        from ray.rllib.algorithms.dqn import DQNConfig
+        from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+
+        from connectors import connect
+        from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionQRLModule
+
+        config = (
+            DQNConfig()
+            .environment("CartPole-v1")
+            .rl_module(
+                rl_module_spec=RLModuleSpec(
+                    module_class=DeepLinearAttentionQRLModule,
+                    model_config=DeepLinearAttentionConfig(max_seq_len=20),
+                )
+            )
+        )
+        connect(config)
+        ```
+    """
+
+    config_class = DeepLinearAttentionConfig
+
+
+class LinearAttentionQRLModule(MemoryQRLModule):
+    """Action values on one linear-attention block, for DQN.
+
+    Used as [`DeepLinearAttentionQRLModule`][rlmodules.DeepLinearAttentionQRLModule] is.
     """
 
     config_class = LinearAttentionConfig

@@ -36,6 +36,45 @@ class RandomObservations(gym.Env):
         return self.np_random.uniform(-1, 1, 3).astype(np.float32)
 
 
+class RememberFirst(gym.Env):
+    """The first observation names the action that the last step rewards.
+
+    Observations are a cue, one-hot, at the first step and zeros after it; their last number is 1
+    at the last step. Only the last action counts: 1 if it is the cue's, else -1.
+
+    Config:
+        num_cues: Cues, and actions. Defaults to 2.
+        length: Steps of an episode. Defaults to 8.
+    """
+
+    def __init__(self, config=None):
+        super().__init__()
+        config = dict(config or {})
+        self.num_cues = config.get("num_cues", 2)
+        self.length = config.get("length", 8)
+        self.observation_space = gym.spaces.Box(0.0, 1.0, (self.num_cues + 1,), np.float32)
+        self.action_space = gym.spaces.Discrete(self.num_cues)
+        self.cue = self.t = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue = int(self.np_random.integers(self.num_cues))
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.t += 1
+        over = self.t == self.length
+        reward = (1.0 if action == self.cue else -1.0) if over else 0.0
+        return self._observation(), reward, over, False, {}
+
+    def _observation(self):
+        observation = np.zeros(self.num_cues + 1, np.float32)
+        observation[self.cue] = self.t == 0
+        observation[-1] = self.t == self.length - 1
+        return observation
+
+
 class RememberCue(gym.Env):
     """A cue of -1 or 1 at the first step is the right action at the last one.
 

@@ -1,5 +1,6 @@
 """Learners that install the connectors' own pieces and guard the weights, one algorithm a file."""
 
+from connectors.learners.dqn import MemoryDQNTorchLearner
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
 from connectors.learners.replay import ReplayLearnerMixin
@@ -7,6 +8,7 @@ from connectors.learners.sac import MemorySACTorchLearner
 
 __all__ = [
     "NUM_NONFINITE_GRADIENTS",
+    "MemoryDQNTorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
     "MemorySACTorchLearner",
