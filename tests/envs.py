@@ -83,7 +83,7 @@ class RememberCue(gym.Env):
     whatever a policy without memory does, up to 0 with one.
 
     Config:
-        num_steps: Steps of an episode, 8 by default.
+        length: Steps of an episode. Defaults to 8.
     """
 
     observation_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -91,7 +91,7 @@ class RememberCue(gym.Env):
 
     def __init__(self, config=None):
         super().__init__()
-        self.num_steps = dict(config or {}).get("num_steps", 8)
+        self.length = dict(config or {}).get("length", 8)
         self.cue = 0.0
         self.t = 0
 
@@ -103,10 +103,10 @@ class RememberCue(gym.Env):
 
     def step(self, action):
         self.t += 1
-        over = self.t == self.num_steps
+        over = self.t == self.length
         reward = -abs(float(action[0]) - self.cue) if over else 0.0
         return self._observation(), reward, over, False, {}
 
     def _observation(self):
         cue = self.cue if self.t == 0 else 0.0
-        return np.array([cue, self.t == self.num_steps - 1], dtype=np.float32)
+        return np.array([cue, self.t == self.length - 1], dtype=np.float32)

@@ -29,9 +29,12 @@ from ray.rllib.utils.typing import ModuleID, ParamDict
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from connectors.learners.dqn import masked_mean, trained_steps
 from connectors.learners.replay import ReplayLearnerMixin
 
 LOG_ALPHA = "log_alpha"
+# Keys of `forward_train` that RLlib has no names for.
+LOGP, LOGP_NEXT, Q_CURR = "logp_resampled", "logp_next_resampled", "q_curr"
 # Beginnings of the names of the policy's parameters, in RLlib's modules and ours.
 ACTOR_NETWORKS = ("pi.", "pi_encoder.")
 
@@ -101,23 +104,23 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
             batch: Columns `(B, T)`: `REWARDS`, `TERMINATEDS` and `LOSS_MASK`.
             fwd_out: What the module's `forward_train` returned, `(B, T)`.
         """
-        if Columns.LOSS_MASK not in batch:
+        if Columns.STATE_IN not in batch:
             return super().compute_loss_for_module(
                 module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
             )
+        _check_outputs(module_id, fwd_out)
         settings: Any = config
-        mask = batch[Columns.LOSS_MASK]
+        mask = trained_steps(batch[Columns.LOSS_MASK])
 
         def mean(x: Tensor) -> Tensor:
-            # Not `x[mask]`: indexing by a mask synchronises the device.
-            return torch.where(mask, x, 0.0).sum() / mask.sum()
+            return masked_mean(x, mask)
 
         log_alpha: Any = self.curr_log_alpha[module_id]
         alpha = log_alpha.detach().exp()
         target_entropy: Any = self.target_entropy[module_id]
-        logp, q_curr = fwd_out["logp_resampled"], fwd_out["q_curr"]
+        logp, q_curr = fwd_out[LOGP], fwd_out[Q_CURR]
 
-        next_value = fwd_out[QF_TARGET_NEXT] - alpha * fwd_out["logp_next_resampled"]
+        next_value = fwd_out[QF_TARGET_NEXT] - alpha * fwd_out[LOGP_NEXT]
         continues = ~batch[Columns.TERMINATEDS].bool()
         returns = batch[Columns.REWARDS] + settings.gamma * torch.where(continues, next_value, 0.0)
         # A NaN in the padding would reach the gradients through the difference of both.
@@ -170,3 +173,13 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
             for module_id, value in state.get(LOG_ALPHA, {}).items():
                 log_alpha: Any = self.curr_log_alpha[module_id]
                 log_alpha.copy_(torch.from_numpy(value))
+
+
+def _check_outputs(module_id: ModuleID, fwd_out: dict[str, Any]) -> None:
+    needed = {QF_PREDS, QF_TARGET_NEXT, LOGP, LOGP_NEXT, Q_CURR}
+    if not needed <= fwd_out.keys():
+        raise ValueError(
+            f"`forward_train` of module `{module_id}` returned {sorted(fwd_out)}, but SAC's losses "
+            f"also need {sorted(needed - fwd_out.keys())}, `(B, T)` each. Derive the module from "
+            "`MemorySACRLModule`."
+        )

@@ -19,7 +19,7 @@ from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 from connectors import MemorySACTorchLearner, SequenceReplayBuffer, connect
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule, compilation
 from rlmodules.core import module_inputs
-from tests.envs import RandomObservations
+from tests.envs import RandomObservations, RememberCue
 
 pytestmark = pytest.mark.ray
 
@@ -89,6 +89,8 @@ def make_batch(module, dtype=torch.float32):
     mask = torch.arange(T) < seq_lens[:, None] - 1
     # Steps that the memory reads, but nothing is learned from.
     mask[0, :2] = False
+    # A step whose next observation does not stand in its row.
+    mask[0, -1] = True
     ends = torch.arange(T) == seq_lens[:, None] - 2
     terminateds = ends & torch.tensor([False, True, False, False])[:, None]
     return {
@@ -454,6 +456,18 @@ def test_connect_keeps_a_buffer_of_the_users():
     assert type(algorithm.local_replay_buffer) is MyBuffer
 
 
+def test_a_module_without_the_outputs_is_told():
+    learner = make_learner()
+    batch = make_batch(module_of(learner))
+    with pytest.raises(ValueError, match=r"also need \['q_curr', 'q_target_next'\]"):
+        learner.compute_loss_for_module(
+            module_id=DEFAULT_MODULE_ID,
+            config=learner.config,
+            batch=batch,
+            fwd_out=dict.fromkeys(("qf_preds", "logp_resampled", "logp_next_resampled")),
+        )
+
+
 def test_n_step_is_refused():
     with pytest.raises(ValueError, match="`n_step` is 3"):
         make_config(small(), n_step=3)
@@ -487,3 +501,50 @@ def test_a_module_without_memory_trains_as_on_rllib():
             algorithm.stop()
     for name, expected in states[1].items():
         torch.testing.assert_close(states[0][name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.learning
+@SHARINGS
+def test_learns_to_remember(vf_share_layers):
+    """Without memory the return is -1. Needs about 20,000 steps, half a minute."""
+    model_config = DeepLinearAttentionConfig(
+        max_seq_len=9,
+        fcnet_hiddens=[32],
+        d_model=32,
+        num_heads=2,
+        head_dim=16,
+        feedforward_dim=64,
+        num_layers=1,
+        head_fcnet_hiddens=[32],
+        vf_share_layers=vf_share_layers,
+        compile=False,
+    )
+    spec = RLModuleSpec(module_class=DeepLinearAttentionSACRLModule, model_config=model_config)
+    config = (
+        SACConfig()
+        .environment(RememberCue)
+        .env_runners(num_env_runners=0, num_envs_per_env_runner=8, rollout_fragment_length=8)
+        .learners(num_learners=0)
+        .training(
+            actor_lr=3e-3,
+            critic_lr=3e-3,
+            alpha_lr=3e-3,
+            initial_alpha=0.1,
+            tau=0.05,
+            replay_buffer_config={"capacity": 20_000},
+        )
+        .reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=1000)
+        .rl_module(rl_module_spec=spec)
+        .debugging(seed=0)
+    )
+    algorithm = connect(config).build_algo()
+    best = -1.0
+    try:
+        while best < -0.1:
+            results = algorithm.train()
+            best = max(best, results["env_runners"]["episode_return_mean"])
+            assert results["num_env_steps_sampled_lifetime"] < 60_000, best
+        episodes = algorithm.env_runner.sample(num_episodes=100, explore=False)
+        assert np.mean([episode.get_return() for episode in episodes]) > -0.1
+    finally:
+        algorithm.stop()
