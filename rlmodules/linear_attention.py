@@ -185,14 +185,21 @@ class DeepLinearAttentionSACRLModule(MemorySACRLModule):
         ```python
         from ray.rllib.algorithms.sac import SACConfig
         from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+
+        from connectors import connect
         from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule
 
-        config = SACConfig().rl_module(
-            rl_module_spec=RLModuleSpec(
-                module_class=DeepLinearAttentionSACRLModule,
-                model_config=DeepLinearAttentionConfig(max_seq_len=64),
+        config = (
+            SACConfig()
+            .environment("Pendulum-v1")
+            .rl_module(
+                rl_module_spec=RLModuleSpec(
+                    module_class=DeepLinearAttentionSACRLModule,
+                    model_config=DeepLinearAttentionConfig(max_seq_len=20),
+                )
             )
         )
+        connect(config)
         ```
     """
 

@@ -29,10 +29,15 @@ from rlmodules.heads import ActionValueHead, PolicyHead
 
 
 class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
-    """A policy and Q-functions with memory, for SAC.
+    """A policy and Q-functions with memory, for SAC. Training needs `connectors.connect`.
+
+    Subclasses name their `config_class`, which builds the memory. Batches are those of
+    `MemoryRLModule`. Actions are those of a one-dimensional `Box` with bounds.
 
     A Q-function is a head on the features of a memory over observations, where the action joins:
-    `Q(memory(observations), action)`. Twin Q-functions are two heads on one memory.
+    `Q(memory(observations), action)`. It has a hidden layer even where `head_fcnet_hiddens` is
+    empty. Twin Q-functions are two heads on one memory. The target networks are a copy of memory
+    and heads, and start each row from the states of the memory they copy.
 
     With `vf_share_layers` this is the policy's memory too, and the loss of the Q-functions alone
     trains it: the policy's head takes its features as they are. Otherwise the policy has a memory
