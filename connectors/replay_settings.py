@@ -72,7 +72,8 @@ def use_sequence_replay(config: Any, row_lengths: Any, burn_in_len: int = 0) -> 
 def use_sequence_replay_in_sac(config: Any, row_lengths: Any) -> None:
     """Same as `use_sequence_replay`, but the buffer is created when RLlib has set up the Algorithm.
 
-    SAC's config of Ray 2.60 refuses all buffers but four of RLlib's, by their names.
+    SAC's config of Ray 2.60 refuses all buffers but four of RLlib's, by their names. It has no
+    setting for burn-in: that of the buffer counts.
 
     Args:
         config: A SAC config. It is changed in place.
@@ -89,7 +90,8 @@ def use_sequence_replay_in_sac(config: Any, row_lengths: Any) -> None:
             # From an earlier call, which hid the type.
             config.replay_buffer_config["type"] = callback.args[0]
             callbacks = [other for other in callbacks if other is not callback]
-    use_sequence_replay(config, row_lengths)
+    burn_in_len = config.replay_buffer_config.get("burn_in_len", 0)
+    use_sequence_replay(config, row_lengths, burn_in_len)
     create = partial(create_buffer, config.replay_buffer_config["type"])
     config.callbacks(on_algorithm_init=[create, *callbacks])
     config.replay_buffer_config["type"] = EpisodeReplayBuffer.__name__

@@ -433,7 +433,8 @@ class MyBuffer(SequenceReplayBuffer):
 
 
 def test_connect_sets_the_buffer_and_keeps_callbacks():
-    config = make_config(small(max_seq_len=8), replay_buffer_config={"capacity": 5000})
+    buffer = {"capacity": 5000, "burn_in_len": 3}
+    config = make_config(small(max_seq_len=8), replay_buffer_config=buffer)
     config.callbacks(on_algorithm_init=note_init)
     connect(connect(config))
     (create, kept) = config.callbacks_on_algorithm_init
@@ -443,6 +444,7 @@ def test_connect_sets_the_buffer_and_keeps_callbacks():
     assert type(algorithm.local_replay_buffer) is SequenceReplayBuffer
     assert algorithm.local_replay_buffer.capacity == 5000
     assert algorithm.local_replay_buffer.batch_length_T == 8
+    assert algorithm.local_replay_buffer.burn_in_len == 3
     config.validate()
 
 
