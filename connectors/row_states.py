@@ -96,10 +96,11 @@ def row_states(
         for (row, _), state in zip(gaps, rebuilt, strict=True):
             states[row] = state
     stacked = tree.map_structure(
-        # One dtype for all batches: RLlib's pieces return int64 or int32 by chance.
-        lambda leaf, like: np.asarray(leaf).astype(like.dtype, copy=False),
-        stack_items(states),
+        # One dtype and one order of keys for all batches: RLlib's pieces return int64 or int32 by
+        # chance, and a compiled module has a graph for each order.
+        lambda like, leaf: np.asarray(leaf).astype(like.dtype, copy=False),
         first,
+        stack_items(states),
     )
     return stacked, len(gaps), num_stale
 

@@ -121,21 +121,22 @@ def rebuild_states(
         groups[frozenset(columns)].append(position)
 
     rebuilt = list(states)
-    for group in groups.values():
-        longest = max(lengths[position] for position in group)
-        for bit in reversed(range(longest.bit_length())):
-            positions = [position for position in group if lengths[position] >> bit & 1]
-            if not positions:
-                continue
-            parts = [_steps_of_bit(steps[i], lengths[i], bit) for i in positions]
-            inputs: Any = stack_items(parts)
-            inputs[Columns.STATE_IN] = stack_items([rebuilt[i] for i in positions])
-            inputs[Columns.SEQ_LENS] = np.full(len(positions), 1 << bit, dtype=np.int64)
-            with _inference(module):
-                outputs = module.forward_inference(convert_to_torch_tensor(inputs, device=device))
-            rows = copy_rows(outputs[Columns.STATE_OUT], range(len(positions)))
-            for position, row in zip(positions, rows, strict=True):
-                rebuilt[position] = row
+    with _inference(module):
+        for group in groups.values():
+            longest = max(lengths[position] for position in group)
+            for bit in reversed(range(longest.bit_length())):
+                positions = [position for position in group if lengths[position] >> bit & 1]
+                if not positions:
+                    continue
+                parts = [_steps_of_bit(steps[i], lengths[i], bit) for i in positions]
+                inputs: Any = stack_items(parts)
+                inputs[Columns.STATE_IN] = stack_items([rebuilt[i] for i in positions])
+                inputs[Columns.SEQ_LENS] = np.full(len(positions), 1 << bit, dtype=np.int64)
+                inputs = convert_to_torch_tensor(inputs, device=device)
+                state_out = module.forward_inference(inputs)[Columns.STATE_OUT]
+                rows = copy_rows(state_out, range(len(positions)))
+                for position, row in zip(positions, rows, strict=True):
+                    rebuilt[position] = row
     return rebuilt
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rlmodules.base import BaseMemoryRLModule
 from rlmodules.configs import MemoryConfig
-from rlmodules.core import module_inputs
+from rlmodules.core import check_rows, module_inputs
 from rlmodules.encoders import mlp
 
 # What `forward_train` returns of the target networks, of the same steps as the others' outputs.
@@ -102,8 +102,12 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Action values `(B, T, A)` of both networks, at the same steps.
 
-        Also where several atoms are learned, logits `(B, T, A, N)` and the target's probabilities.
+        With several atoms also logits `(B, T, A, N)` and the target's probabilities.
+
+        Raises:
+            ValueError: If the batch is that of RLlib's own connectors.
         """
+        check_rows(batch)
         self.compile_cores()
         outputs = self.compute_q_values(batch)
         target = self.forward_target(batch)

@@ -24,7 +24,7 @@ from torch.func import functional_call
 from rlmodules.actor_critic import ACTOR, CRITIC
 from rlmodules.base import BaseMemoryRLModule
 from rlmodules.configs import MemoryConfig
-from rlmodules.core import module_inputs
+from rlmodules.core import check_rows, module_inputs
 from rlmodules.heads import ActionValueHead, PolicyHead
 
 
@@ -117,7 +117,11 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
         the columns of next observations are those of the slot behind. They mean nothing in a row's
         last slot. Each loss has gradients for its own networks only, so the sum of all has the
         right ones.
+
+        Raises:
+            ValueError: If the batch is that of RLlib's own connectors.
         """
+        check_rows(batch)
         self.compile_cores()
         obs, state, valid = module_inputs(batch)
         critic_state = self._critic_state(state)

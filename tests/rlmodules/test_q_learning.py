@@ -126,6 +126,13 @@ def test_padding_changes_nothing():
         torch.testing.assert_close(module.get_parameter(name).grad, gradient)
 
 
+def test_a_batch_of_rllibs_connectors_is_refused():
+    module = with_targets()
+    batch = batch_of(module)
+    with pytest.raises(ValueError, match=r"`NEXT_OBS`.*connect\(config\)"):
+        module.forward_train({**batch, Columns.NEXT_OBS: batch[Columns.OBS]})
+
+
 # Acting.
 
 

@@ -196,6 +196,14 @@ def test_a_checkpoint_acts_without_a_learner(tmp_path):
     assert_trees_equal(restored.forward_inference(batch), module.forward_inference(batch))
 
 
+def test_rows_of_next_observations_are_refused():
+    module = build()
+    batch = replayed(module)
+    batch[Columns.NEXT_OBS] = batch[Columns.OBS]
+    with pytest.raises(ValueError, match="`NEXT_OBS`"):
+        module.forward_train(batch)
+
+
 def test_the_most_likely_action_is_squashed():
     module = build()
     inputs = torch.tensor([[[3.0, -0.5, 0.0, 0.0]]])
