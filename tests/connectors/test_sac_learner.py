@@ -17,6 +17,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 
 from connectors import MemorySACTorchLearner, SequenceReplayBuffer, connect
+from connectors.learners import NUM_NONFINITE_GRADIENTS
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule, compilation
 from rlmodules.core import module_inputs
 from tests.envs import RandomObservations, RememberCue
@@ -263,6 +264,20 @@ def test_target_networks_follow():
         torch.testing.assert_close(after[name], 0.25 * source + 0.75 * before[name])
     for name in before.keys() - set(targets):
         assert torch.equal(after[name], before[name])
+
+
+def test_a_nan_reward_leaves_everything_alone():
+    learner = make_learner()
+    batch = make_batch(module_of(learner))
+    batch[Columns.REWARDS][1, 0] = float("nan")
+    before = {key: np.copy(value) for key, value in state_of(learner).items()}
+    losses_of(learner, batch)
+    gradients = {ref: parameter.grad for ref, parameter in learner._params.items()}
+    learner.apply_gradients(gradients)
+    for key, value in state_of(learner).items():
+        np.testing.assert_array_equal(value, before[key], err_msg=str(key))
+    count = learner.metrics.peek(("__all_modules__", NUM_NONFINITE_GRADIENTS))
+    assert count == 1
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler raises warnings of its own.
