@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from ray.rllib.algorithms.sac.sac import SACConfig
 from ray.rllib.algorithms.sac.sac_learner import (
@@ -134,21 +135,22 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
         policy_loss = mean(alpha * logp - q_curr)
         alpha_loss = -mean(log_alpha * (logp.detach() + target_entropy))
 
-        td_errors = [mean((q - target).abs()) for q in predictions.values()]
+        metrics = {
+            **qf_losses,
+            POLICY_LOSS_KEY: policy_loss,
+            "alpha_loss": alpha_loss,
+            "alpha_value": alpha[0],
+            "log_alpha_value": log_alpha[0],
+            "target_entropy": target_entropy,
+            LOGPS_KEY: mean(logp),
+            QF_MEAN_KEY: mean(q_curr),
+            QF_MAX_KEY: q_curr.where(mask, -torch.inf).max(),
+            QF_MIN_KEY: q_curr.where(mask, torch.inf).min(),
+            TD_ERROR_MEAN_KEY: sum(mean((q - target).abs()) for q in predictions.values())
+            / len(predictions),
+        }
         self.metrics.log_dict(
-            {
-                **qf_losses,
-                POLICY_LOSS_KEY: policy_loss,
-                "alpha_loss": alpha_loss,
-                "alpha_value": alpha[0],
-                "log_alpha_value": log_alpha[0],
-                "target_entropy": target_entropy,
-                LOGPS_KEY: mean(logp),
-                QF_MEAN_KEY: mean(q_curr),
-                QF_MAX_KEY: q_curr.masked_fill(~mask, -torch.inf).max(),
-                QF_MIN_KEY: q_curr.masked_fill(~mask, torch.inf).min(),
-                TD_ERROR_MEAN_KEY: sum(td_errors) / len(td_errors),
-            },
+            {key: torch.as_tensor(value).detach() for key, value in metrics.items()},
             key=module_id,
             window=1,
         )
@@ -160,7 +162,7 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
         state = super().get_state(*args, **kwargs)
         if COMPONENT_OPTIMIZER in state:
             state[LOG_ALPHA] = {
-                module_id: convert_to_numpy(log_alpha)
+                module_id: np.array(convert_to_numpy(log_alpha))
                 for module_id, log_alpha in self.curr_log_alpha.items()
             }
         return state
