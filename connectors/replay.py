@@ -62,6 +62,7 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         batch_length_T: Slots T of a row, the module's `max_seq_len`: a slice has up to `T - 1`
             steps.
         burn_in_len: Steps that the module is run over before a row, where the episode has them.
+        seed: For what `sample` draws. None: different in each run.
         **kwargs: See `EpisodeReplayBuffer`.
 
     Raises:
@@ -75,6 +76,7 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         batch_size_B: int = 256,
         batch_length_T: int = 64,
         burn_in_len: int = 0,
+        seed: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(
@@ -82,6 +84,7 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         )
         check_replay_lengths(batch_length_T, burn_in_len)
         self.burn_in_len = burn_in_len
+        self.rng = np.random.default_rng(seed)
         # In the order of arrival, with the run that each belongs to.
         self._blocks: deque[tuple[Run, SingleAgentEpisode]] = deque()
         # Runs that may go on, by episode ID.
@@ -150,6 +153,8 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
             self._num_timesteps -= len(block)
             num_steps += len(block)
             if not run:
+                if self._open.get(block.id_) is run:
+                    del self._open[block.id_]
                 self._num_episodes -= 1
                 self._num_episodes_evicted += 1
         return num_steps

@@ -6,7 +6,6 @@ from ray.rllib.connectors.learner import (
     AddNextObservationsFromEpisodesToTrainBatch,
     AddOneTsToEpisodesAndTruncate,
 )
-from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
 
@@ -26,7 +25,7 @@ class ReplayLearnerMixin(MemoryLearnerMixin):
         """Builds the Learner and exchanges the connector of the next observations."""
         super().build()
         pipeline = self._learner_connector
-        if pipeline is not None and self.module[DEFAULT_MODULE_ID].is_stateful():
+        if pipeline is not None and self.module.is_stateful():
             # SAC has two of them in Ray 2.60: one from its config, one from DQN's Learner.
             while pipeline[AddNextObservationsFromEpisodesToTrainBatch]:
                 pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)

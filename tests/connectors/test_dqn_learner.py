@@ -296,7 +296,7 @@ def dqn_config(
 ):
     settings = {
         "num_steps_sampled_before_learning_starts": 40,
-        "train_batch_size": 48,
+        "train_batch_size": 96,
         "target_network_update_freq": 30,
         **training,
     }
@@ -344,7 +344,8 @@ def test_learners_see_what_env_runners_saw(fragment, training, truncate):
     assert len(learner.errors) >= 2
     assert max(learner.errors) <= 1e-5
     assert max(learner.target_errors) <= 1e-5
-    assert all((batch[Columns.LOSS_MASK].sum() >= 48) for batch in learner.batches)
+    assert all((batch[Columns.LOSS_MASK].sum() >= 96) for batch in learner.batches)
+    assert not any(Columns.NEXT_OBS in batch for batch in learner.batches)
     T = training.get("max_seq_len", 8)
     assert all(batch[Columns.LOSS_MASK].shape[1] == T for batch in learner.batches)
     metrics = results["learners"]["default_policy"]
@@ -358,6 +359,41 @@ def test_learners_see_what_env_runners_saw(fragment, training, truncate):
     if truncate:
         assert not any(batch[Columns.TERMINATEDS].any() for batch in learner.batches)
     assert metrics["num_target_updates"] >= 1
+
+
+@pytest.mark.ray
+@pytest.mark.learning
+def test_learns_what_only_a_memory_can():
+    """Each of four cues is right once in four times without memory: a mean return of -0.5."""
+    config = dqn_config(
+        RememberFirst,
+        max_seq_len=16,
+        lr=1e-3,
+        num_steps_sampled_before_learning_starts=500,
+        train_batch_size=256,
+        target_network_update_freq=200,
+        epsilon=[(0, 1.0), (4000, 0.05)],
+    )
+    config.environment(env_config={"num_cues": 4})
+    config.env_runners(num_envs_per_env_runner=8, rollout_fragment_length=4)
+    config.reporting(min_sample_timesteps_per_iteration=1000)
+    config.evaluation(evaluation_interval=1, evaluation_duration=50)
+    size = {"fcnet_hiddens": [32], "d_model": 32, "head_dim": 16, "feedforward_dim": 64}
+    config.rl_module(
+        rl_module_spec=RLModuleSpec(
+            module_class=DeepLinearAttentionQRLModule,
+            model_config=DeepLinearAttentionConfig(max_seq_len=16, **{**SMALL, **size}),
+        )
+    )
+    algorithm = connect(config).build_algo()
+    try:
+        for _ in range(20):
+            results = algorithm.train()
+            if results["evaluation"]["env_runners"]["episode_return_mean"] == 1.0:
+                return
+    finally:
+        algorithm.stop()
+    pytest.fail("not learned within 20,000 steps")
 
 
 @pytest.mark.ray
@@ -464,4 +500,5 @@ def test_connect_sets_learner_and_buffer():
         "capacity": 50_000,
         "batch_length_T": 8,
         "burn_in_len": 0,
+        "seed": 0,
     }

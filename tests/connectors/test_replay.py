@@ -89,8 +89,7 @@ class Rollout:
 
 def filled(rollouts, **settings):
     """A buffer to which the rollouts' chunks were added in turns."""
-    buffer = SequenceReplayBuffer(**{"batch_length_T": T, **settings})
-    buffer.rng = np.random.default_rng(0)
+    buffer = SequenceReplayBuffer(**{"batch_length_T": T, "seed": 0, **settings})
     queues = [list(rollout.chunks) for rollout in rollouts]
     while any(queues):
         buffer.add([queue.pop(0) for queue in queues if queue])
@@ -363,9 +362,8 @@ def test_state_restores_everything():
     rollouts = [Rollout(module["default_policy"], 29, 4, seed=s) for s in range(2)]
     buffer = filled(rollouts)
     state = pickle.loads(pickle.dumps(buffer.get_state()))
-    restored = SequenceReplayBuffer(batch_length_T=T)
+    restored = SequenceReplayBuffer(batch_length_T=T, seed=0)
     restored.set_state(state)
-    restored.rng, buffer.rng = np.random.default_rng(1), np.random.default_rng(1)
     ours, theirs = restored.sample(num_items=100), buffer.sample(num_items=100)
     assert [(e.id_, e.t_started, e.t) for e in ours] == [(e.id_, e.t_started, e.t) for e in theirs]
     check_rows(module, rollouts, ours)
@@ -407,7 +405,7 @@ class MySequences(SequenceReplayBuffer):
     ],
 )
 def test_settings_choose_the_buffer(config_class, given, expected, capacity):
-    config = config_class()
+    config = config_class().debugging(seed=5)
     default = config.replay_buffer_config["capacity"]
     if given is not None:
         config.training(replay_buffer_config=given)
@@ -418,6 +416,7 @@ def test_settings_choose_the_buffer(config_class, given, expected, capacity):
         buffer = from_config(ReplayBuffer, settings)
         assert type(buffer).__name__ == expected
         assert (buffer.batch_length_T, buffer.burn_in_len) == (12, 3)
+        assert buffer.rng.random() == np.random.default_rng(5).random()
         if capacity is not None or given is None:
             assert buffer.capacity == (capacity or default)
 
