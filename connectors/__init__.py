@@ -12,6 +12,7 @@ from connectors.learners import (
     MemoryIMPALATorchLearner,
     MemoryLearnerMixin,
     MemoryPPOTorchLearner,
+    MemorySACTorchLearner,
 )
 from connectors.module_to_env import SampleActions
 from connectors.replay import SequenceReplayBuffer
@@ -29,6 +30,7 @@ __all__ = [
     "MemoryLearnerMixin",
     "MemoryMultiAgentEnvRunner",
     "MemoryPPOTorchLearner",
+    "MemorySACTorchLearner",
     "SampleActions",
     "SequenceReplayBuffer",
     "StateSnapshot",

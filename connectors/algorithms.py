@@ -13,6 +13,7 @@ from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
 from ray.rllib.algorithms.dqn.dqn import DQNConfig
 from ray.rllib.algorithms.impala.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
+from ray.rllib.algorithms.sac.sac import SACConfig
 
 from connectors.learners import (
     MemoryAPPOTorchLearner,
@@ -20,8 +21,9 @@ from connectors.learners import (
     MemoryIMPALATorchLearner,
     MemoryLearnerMixin,
     MemoryPPOTorchLearner,
+    MemorySACTorchLearner,
 )
-from connectors.replay_settings import use_sequence_replay
+from connectors.replay_settings import use_sequence_replay, use_sequence_replay_in_sac
 
 RowLengths = Mapping[str, int]
 """`max_seq_len` of each module with memory, by module ID."""
@@ -178,10 +180,21 @@ def _prepare_dqn(config: Any, row_lengths: RowLengths) -> None:
     use_sequence_replay(config, row_lengths, config.burn_in_len)
 
 
+def _prepare_sac(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    n_step = getattr(config, "n_step", 1)
+    if row_lengths and n_step != 1:
+        raise ValueError(
+            f"`n_step` is {n_step!r}, but must be 1 for SAC with a memory: its targets are those "
+            "of single steps. Set `config.training(n_step=1)`."
+        )
+    use_sequence_replay_in_sac(config, row_lengths)
+
+
 SUPPORTED = (
     Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),
     # A subclass of IMPALA's config, so before it.
     Support(APPOConfig, MemoryAPPOTorchLearner, _prepare_impala, bootstrap_slot=True),
     Support(IMPALAConfig, MemoryIMPALATorchLearner, _prepare_impala, bootstrap_slot=True),
     Support(DQNConfig, MemoryDQNTorchLearner, _prepare_dqn),
+    Support(SACConfig, MemorySACTorchLearner, _prepare_sac),
 )

@@ -58,8 +58,8 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     ```
 
     Args:
-        config: A PPO, APPO, IMPALA or DQN config, for one agent or several (DQN: for one). It is
-            changed in place.
+        config: A PPO, APPO, IMPALA, DQN or SAC config, for one agent or (DQN and SAC excepted)
+            several. It is changed in place.
         episodes_per_trial: Episodes over which a sub-environment keeps its agents' states. With 1
             each episode starts from the initial state.
 

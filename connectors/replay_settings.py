@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
-from ray.rllib.utils import replay_buffers
+from ray.rllib.utils import force_list, replay_buffers
 from ray.rllib.utils.replay_buffers.episode_replay_buffer import EpisodeReplayBuffer
 from ray.rllib.utils.replay_buffers.prioritized_episode_buffer import (
     PrioritizedEpisodeReplayBuffer,
@@ -68,6 +69,41 @@ def use_sequence_replay(config: Any, row_lengths: Any, burn_in_len: int = 0) -> 
             "seed": settings.get("seed") if config.seed is None else config.seed,
         }
     )
+
+
+def use_sequence_replay_in_sac(config: Any, row_lengths: Any) -> None:
+    """Same as `use_sequence_replay`, but the buffer is created when RLlib has set up the Algorithm.
+
+    SAC's config of Ray 2.60 refuses all buffers but four of RLlib's, by their names. It has no
+    setting for burn-in: that of the buffer counts.
+
+    Args:
+        config: A SAC config. It is changed in place.
+        row_lengths: `max_seq_len` by module ID; empty if no module has a memory.
+
+    Raises:
+        ValueError: as `use_sequence_replay` does.
+    """
+    if not row_lengths:
+        return
+    callbacks = force_list(config.callbacks_on_algorithm_init)
+    for callback in callbacks:
+        if isinstance(callback, partial) and callback.func is create_buffer:
+            # From an earlier call, which hid the type.
+            config.replay_buffer_config["type"] = callback.args[0]
+            callbacks = [other for other in callbacks if other is not callback]
+    burn_in_len = config.replay_buffer_config.get("burn_in_len", 0)
+    use_sequence_replay(config, row_lengths, burn_in_len)
+    create = partial(create_buffer, config.replay_buffer_config["type"])
+    config.callbacks(on_algorithm_init=[create, *callbacks])
+    config.replay_buffer_config["type"] = EpisodeReplayBuffer.__name__
+
+
+def create_buffer(kind: str, *, algorithm: Any, **kwargs: Any) -> None:
+    """Replaces an Algorithm's buffer by one of another class with the same settings."""
+    settings = dict(algorithm.config.replay_buffer_config)
+    del settings["type"]
+    algorithm.local_replay_buffer = _buffer_class(kind)(**settings)
 
 
 def _buffer_class(kind: Any) -> type:

@@ -8,23 +8,29 @@ from rlmodules.linear_attention import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionQRLModule,
     DeepLinearAttentionRLModule,
+    DeepLinearAttentionSACRLModule,
     LinearAttentionConfig,
     LinearAttentionQRLModule,
     LinearAttentionRLModule,
+    LinearAttentionSACRLModule,
 )
 from rlmodules.q_learning import MemoryQRLModule
+from rlmodules.sac import MemorySACRLModule
 
 __all__ = [
     "DeepLinearAttentionConfig",
     "DeepLinearAttentionQRLModule",
     "DeepLinearAttentionRLModule",
+    "DeepLinearAttentionSACRLModule",
     "GTrXLConfig",
     "GTrXLRLModule",
     "LinearAttentionConfig",
     "LinearAttentionQRLModule",
     "LinearAttentionRLModule",
+    "LinearAttentionSACRLModule",
     "MemoryConfig",
     "MemoryQRLModule",
     "MemoryRLModule",
+    "MemorySACRLModule",
     "load_legacy_weights",
 ]

@@ -73,15 +73,14 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 stay as they were.
         """
         own = self.state_dict()
-        training_only = tuple(f"{name}." for name in self.get_non_inference_attributes())
+        names = self.get_non_inference_attributes()
+        training_only = tuple(f"{name}." for name in names)
+        # An EnvRunner has none of these, and only a Learner makes target networks.
+        not_here = tuple(f"{name}." for name in names if not hasattr(self, name))
         missing = own.keys() - state.keys()
         if not any(key.startswith(training_only) for key in state):
             missing = {key for key in missing if not key.startswith(training_only)}
-        unexpected = {
-            key
-            for key in state.keys() - own.keys()
-            if not (self.inference_only and key.startswith(training_only))
-        }
+        unexpected = {key for key in state.keys() - own.keys() if not key.startswith(not_here)}
         mis_shaped = {
             f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
             for key in own.keys() & state.keys()

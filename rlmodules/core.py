@@ -44,6 +44,20 @@ def module_inputs(batch: Mapping[str, Any]) -> tuple[Any, Any, Tensor | None]:
     return obs, batch[Columns.STATE_IN], valid
 
 
+def check_rows(batch: Mapping[str, Any]) -> None:
+    """Refuses a batch of replayed steps that RLlib's own connectors made.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if Columns.NEXT_OBS in batch:
+        raise ValueError(
+            "The train batch has a column `NEXT_OBS`, from which action values with memory cannot "
+            "be learned: the states before those observations are unknown. Call "
+            "`connect(config)` after all other settings."
+        )
+
+
 def in_row_blocks(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """Calls `function` on blocks of at most `VALUE_STEPS` timesteps and joins the results."""
     B, T = tree.flatten(args[0])[0].shape[:2]

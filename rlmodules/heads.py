@@ -121,6 +121,34 @@ class ValueHead(nn.Module):
         return self.net(features).squeeze(-1)
 
 
+class ActionValueHead(nn.Module):
+    """Features `(..., D)` and actions `(..., A)` -> values `(...)`.
+
+    Args:
+        input_dim: Width D of the features.
+        action_dim: Width A of the actions.
+        hiddens: Widths of the hidden layers. If empty, one as wide as the features: without any,
+            the best action would be the same whatever the features.
+        activation: Activation after each hidden layer.
+    """
+
+    def __init__(
+        self, input_dim: int, action_dim: int, hiddens: Sequence[int], activation: str | None
+    ) -> None:
+        super().__init__()
+        self.net = mlp(
+            input_dim + action_dim,
+            hiddens or [input_dim],
+            activation,
+            output_dim=1,
+            setting="head_fcnet",
+        )
+
+    def forward(self, features: Tensor, actions: Tensor) -> Tensor:
+        """Maps features and actions to values."""
+        return self.net(torch.cat([features, actions], dim=-1)).squeeze(-1)
+
+
 class _ActionCatalog(Catalog):
     """RLlib's Catalog for its distributions alone: builds no encoder, accepts any observation."""
 

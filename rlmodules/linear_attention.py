@@ -10,6 +10,7 @@ from rlmodules.configs import MemoryConfig
 from rlmodules.memories import DeepLinearAttention, Memory, POPGymLinearAttention
 from rlmodules.memories.linear_attention import Normalizer, Positions, ShortConvActivation
 from rlmodules.q_learning import MemoryQRLModule
+from rlmodules.sac import MemorySACRLModule
 
 
 @dataclass(kw_only=True)
@@ -172,6 +173,43 @@ class LinearAttentionQRLModule(MemoryQRLModule):
     """Action values on one linear-attention block, for DQN.
 
     Used as [`DeepLinearAttentionQRLModule`][rlmodules.DeepLinearAttentionQRLModule] is.
+    """
+
+    config_class = LinearAttentionConfig
+
+
+class DeepLinearAttentionSACRLModule(MemorySACRLModule):
+    """A policy and Q-functions on a stack of linear-attention blocks, for SAC.
+
+    Example:
+        ```python
+        from ray.rllib.algorithms.sac import SACConfig
+        from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+
+        from connectors import connect
+        from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule
+
+        config = (
+            SACConfig()
+            .environment("Pendulum-v1")
+            .rl_module(
+                rl_module_spec=RLModuleSpec(
+                    module_class=DeepLinearAttentionSACRLModule,
+                    model_config=DeepLinearAttentionConfig(max_seq_len=20),
+                )
+            )
+        )
+        connect(config)
+        ```
+    """
+
+    config_class = DeepLinearAttentionConfig
+
+
+class LinearAttentionSACRLModule(MemorySACRLModule):
+    """A policy and Q-functions on one linear-attention block, for SAC.
+
+    Used as [`DeepLinearAttentionSACRLModule`][rlmodules.DeepLinearAttentionSACRLModule] is.
     """
 
     config_class = LinearAttentionConfig

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rlmodules.base import BaseMemoryRLModule
 from rlmodules.configs import MemoryConfig
-from rlmodules.core import module_inputs
+from rlmodules.core import check_rows, module_inputs
 from rlmodules.encoders import mlp
 
 # What `forward_train` returns of the target networks, of the same steps as the others' outputs.
@@ -107,12 +107,7 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
         Raises:
             ValueError: If the batch is that of RLlib's own connectors.
         """
-        if Columns.NEXT_OBS in batch:
-            raise ValueError(
-                "The train batch has a column `NEXT_OBS`, from which action values with memory "
-                "cannot be learned: the states before those observations are unknown. Call "
-                "`connect(config)` after all other settings."
-            )
+        check_rows(batch)
         self.compile_cores()
         outputs = self.compute_q_values(batch)
         target = self.forward_target(batch)

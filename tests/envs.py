@@ -151,3 +151,40 @@ class RememberFirst(gym.Env):
         observation[self.cue] = self.t == 0
         observation[-1] = self.t == self.length - 1
         return observation
+
+
+class RememberCue(gym.Env):
+    """A cue of -1 or 1 at the first step is the right action at the last one.
+
+    Observations are the cue, 0 after the first step, and whether this is the last step. The only
+    reward is the last one, minus the distance of the action from the cue: -1 on average for
+    whatever a policy without memory does, up to 0 with one.
+
+    Config:
+        length: Steps of an episode. Defaults to 8.
+    """
+
+    observation_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.length = dict(config or {}).get("length", 8)
+        self.cue = 0.0
+        self.t = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cue = float(self.np_random.choice([-1.0, 1.0]))
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        self.t += 1
+        over = self.t == self.length
+        reward = -abs(float(action[0]) - self.cue) if over else 0.0
+        return self._observation(), reward, over, False, {}
+
+    def _observation(self):
+        cue = self.cue if self.t == 0 else 0.0
+        return np.array([cue, self.t == self.length - 1], dtype=np.float32)

@@ -6,6 +6,7 @@ from connectors.learners.impala import MemoryIMPALATorchLearner
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
 from connectors.learners.replay import ReplayLearnerMixin
+from connectors.learners.sac import MemorySACTorchLearner
 
 __all__ = [
     "NUM_NONFINITE_GRADIENTS",
@@ -14,5 +15,6 @@ __all__ = [
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
     "MemoryPPOTorchLearner",
+    "MemorySACTorchLearner",
     "ReplayLearnerMixin",
 ]

@@ -26,5 +26,7 @@ class ReplayLearnerMixin(MemoryLearnerMixin):
         super().build()
         pipeline = self._learner_connector
         if pipeline is not None and self.module.is_stateful():
-            pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)
+            # SAC has two of them in Ray 2.60: one from its config, one from DQN's Learner.
+            while pipeline[AddNextObservationsFromEpisodesToTrainBatch]:
+                pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)
             pipeline.prepend(AddOneTsToEpisodesAndTruncate())
