@@ -6,9 +6,11 @@ from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
 from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
 from connectors.module_to_env import FormatActions, SampleActions
+from connectors.previous_steps import AddPreviousActionsRewards
 from connectors.snapshots import StateSnapshot
 
 __all__ = [
+    "AddPreviousActionsRewards",
     "BuildModuleBatch",
     "BuildTrainBatch",
     "ComputeAdvantages",
