@@ -102,7 +102,8 @@ class AddPreviousActionsRewards(ConnectorV2):
                 action = np.zeros(flatdim(action_space), np.float32)
                 reward = 0.0
             else:
-                action = flatten(action_space, episode.get_actions(-1)).astype(np.float32)
+                flat: Any = flatten(action_space, episode.get_actions(-1))
+                action = flat.astype(np.float32)
                 reward = episode.get_rewards(-1)
             observation = episode.get_observations(-1)
             if not isinstance(observation, dict):

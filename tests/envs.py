@@ -56,7 +56,7 @@ class SampledObservations(gym.Env):
         self.mask = None
         if self.masked:
             nvec = getattr(self.action_space, "nvec", None)
-            self.sizes = [self.action_space.n] if nvec is None else nvec.tolist()
+            self.sizes = [int(self.action_space.n)] if nvec is None else nvec.tolist()
             masks = gym.spaces.MultiBinary(sum(self.sizes))
             self.observation_space = gym.spaces.Dict(observations=observations, action_mask=masks)
         self._observations = observations
