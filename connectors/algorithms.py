@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.cql.cql import CQLConfig
+from ray.rllib.algorithms.iql.iql import IQLConfig
+from ray.rllib.algorithms.marwil.marwil import MARWILConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 
-from connectors.learners import MemoryLearnerMixin, MemoryPPOTorchLearner
+from connectors.learners import (
+    MemoryLearnerMixin,
+    MemoryMARWILTorchLearner,
+    MemoryPPOTorchLearner,
+)
+from connectors.offline import RecordedEpisodes
 
 RowLengths = Mapping[str, int]
 """`max_seq_len` of each module with memory, by module ID."""
@@ -35,6 +44,11 @@ def support_for(config: AlgorithmConfig) -> Support:
     Raises:
         ValueError: if there is none.
     """
+    if isinstance(config, UNSUPPORTED):
+        raise ValueError(
+            f"`connect` got a `{type(config).__name__}`, whose losses count padding as real steps "
+            "and run critics without a state. Clone recorded episodes with BC or MARWIL instead."
+        )
     for support in SUPPORTED:
         if isinstance(config, support.config_class):
             return support
@@ -97,4 +111,55 @@ def _prepare_ppo(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     keep_lookback(config, row_lengths)
 
 
-SUPPORTED = (Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),)
+def _prepare_marwil(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    settings: Any = config
+    if not config.input_read_episodes:
+        raise ValueError(
+            "`input_read_episodes` is False, but must be True: only whole episodes tell a policy "
+            "with memory what it would remember. Record with `config.offline_data(output=..., "
+            "output_write_episodes=True)` and read with `input_read_episodes=True`."
+        )
+    if not config.dataset_num_iters_per_learner:
+        raise ValueError(
+            f"`dataset_num_iters_per_learner` is {config.dataset_num_iters_per_learner}, but must "
+            "be at least 1: the number of updates an iteration. Set it with "
+            "`config.offline_data(dataset_num_iters_per_learner=...)`."
+        )
+    if settings.burnin_len:
+        raise ValueError(
+            f"`burnin_len` is {settings.burnin_len}, but must be 0: states are computed from the "
+            "episodes' first steps and need no burn-in, which would only leave steps out."
+        )
+    if settings.bc_logstd_coeff:
+        raise ValueError(
+            f"`bc_logstd_coeff` is {settings.bc_logstd_coeff}, but must be 0: Ray 2.60 cannot "
+            "compute that term for batches with a `LOSS_MASK`, and fails in the first update."
+        )
+    for setting in ("prelearner_class", "offline_data_class"):
+        value = getattr(config, setting)
+        if value is not None and not issubclass(value, RecordedEpisodes):
+            raise ValueError(
+                f"`{setting}` is `{value.__name__}`, but episodes go to the Learner as they were "
+                "recorded. Change them in a learner connector: "
+                "`config.learners(learner_connector=...)`."
+            )
+    if settings.beta == 0.0 and (config.num_learners or 0) > 1:
+        # Cloning trains no value function, and torch's DDP has to be told so.
+        config.framework(
+            torch_ddp_kwargs={**config.torch_ddp_kwargs, "find_unused_parameters": True}
+        )
+    config.offline_data(
+        offline_data_class=RecordedEpisodes,
+        # Nothing is mapped: where mapped data should be kept, BC's default, keep the episodes.
+        # Reading files anew for each pass takes seconds.
+        materialize_data=config.materialize_data or config.materialize_mapped_data,
+    )
+
+
+SUPPORTED = (
+    Support(PPOConfig, MemoryPPOTorchLearner, _prepare_ppo),
+    # BC's config too, which inherits from MARWIL's.
+    Support(MARWILConfig, MemoryMARWILTorchLearner, _prepare_marwil),
+)
+# They inherit from configs above.
+UNSUPPORTED = (CQLConfig, IQLConfig)

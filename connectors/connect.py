@@ -25,6 +25,7 @@ from connectors.algorithms import learner_class, support_for
 from connectors.env_to_module import BuildModuleBatch
 from connectors.learner import BuildTrainBatch
 from connectors.module_to_env import FormatActions, SampleActions
+from connectors.recording import record_without_states
 from connectors.validation import check_max_seq_len
 
 
@@ -75,6 +76,7 @@ def connect(config: AlgorithmConfig) -> AlgorithmConfig:
     if _may_be_stateful(spec, model_config):
         row_lengths[DEFAULT_MODULE_ID] = check_max_seq_len(model_config)
     support.prepare(config, row_lengths)
+    record_without_states(config)
 
     user = _user_builders(config)
     config.env_runners(
