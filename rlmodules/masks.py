@@ -40,11 +40,11 @@ class ActionMask:
             )
         mask = observation_space[key]
         shape = (sum(self._sizes),)
-        if not isinstance(mask, (spaces.Box, spaces.MultiBinary)) or mask.shape != shape:
+        if mask.shape != shape or not _holds_flags(mask):
             raise ValueError(
                 f"`action_mask` is {key!r}, but the observation space has {mask} there. The mask "
-                f"of {action_space} is a Box or MultiBinary of shape {shape}: a 1 or 0 for each "
-                "action."
+                f"of {action_space} is MultiBinary or a Box from 0 to 1, of shape {shape}: a 1 or "
+                "0 for each action."
             )
         others = {name: space for name, space in observation_space.items() if name != key}
         if not others:
@@ -60,6 +60,12 @@ class ActionMask:
         allowed = torch.cat([part | ~part.any(-1, keepdim=True) for part in allowed], dim=-1)
         # Half of the lowest number: what distributions subtract from it must not overflow.
         return logits.where(allowed, torch.finfo(logits.dtype).min / 2)
+
+
+def _holds_flags(space: gym.Space) -> bool:
+    if isinstance(space, spaces.Box):
+        return bool((space.low >= 0).all() and (space.high <= 1).all())
+    return isinstance(space, spaces.MultiBinary)
 
 
 def _num_actions(action_space: gym.Space) -> list[int]:

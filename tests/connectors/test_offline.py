@@ -363,7 +363,9 @@ def test_bc_clones_a_policy_that_remembers(tmp_path):
     config = offline_config(BCConfig, [str(tmp_path)]).environment(
         Recall, observation_space=Recall.observation_space, action_space=Recall.action_space
     )
-    config.offline_data(dataset_num_iters_per_learner=1)
+    config.offline_data(
+        dataset_num_iters_per_learner=1, iter_batches_kwargs={"local_shuffle_buffer_size": 8}
+    )
     config.evaluation(
         evaluation_interval=20,
         evaluation_duration=20,
@@ -447,3 +449,35 @@ def test_two_learners(config_class, tmp_path):
     assert steps >= 2 * 2 * 3 * 40
     one, two = [states.get()["default_policy"] for states in weights]
     tree.map_structure(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.learning
+def test_marwil_improves_on_what_it_sees(tmp_path):
+    """From random actions, whose return is 0.5 on average."""
+    write(play(Recall(), 256, sample_action), tmp_path)
+    config = offline_config(MARWILConfig, [str(tmp_path)], max_seq_len=8).environment(
+        Recall, observation_space=Recall.observation_space, action_space=Recall.action_space
+    )
+    config.offline_data(dataset_num_iters_per_learner=20)
+    config.training(
+        gamma=1.0,
+        train_batch_size_per_learner=512,
+        moving_average_sqd_adv_norm_start=0.1,
+        moving_average_sqd_adv_norm_update_rate=0.01,
+    )
+    config.evaluation(
+        evaluation_interval=1,
+        evaluation_duration=50,
+        evaluation_config=MARWILConfig.overrides(explore=False),
+    )
+    algorithm = connect(config).build_algo()
+    best = 0.0
+    try:
+        for _ in range(20):
+            result = algorithm.train()
+            best = max(best, result["evaluation"]["env_runners"]["episode_return_mean"])
+            if best == 1.0:
+                break
+    finally:
+        algorithm.stop()
+    assert best == 1.0

@@ -149,6 +149,8 @@ def test_padding_without_a_mask(module):
         (spaces.Dict(mask=BOX), spaces.Discrete(4), "is no Dict with that key"),
         (masked_space(3), spaces.Discrete(4), r"MultiBinary\(3\) there.* of shape \(4,\)"),
         (masked_space(3), spaces.MultiDiscrete([3, 2]), r"of shape \(5,\)"),
+        # What a filter makes of a Box from 0 to 1.
+        (masked_space(4, spaces.Box(-10, 10, (4,))), spaces.Discrete(4), "from 0 to 1"),
         (masked_space(4, spaces.Discrete(4)), spaces.Discrete(4), r"has Discrete\(4\) there"),
         (spaces.Dict(action_mask=spaces.MultiBinary(4)), spaces.Discrete(4), "holds nothing else"),
         (masked_space(4), BOX, "`action_mask` is set, but the action space is Box"),
@@ -175,3 +177,13 @@ def test_a_module_that_masks_no_actions():
             action_space=spaces.Discrete(4),
             model_config={"max_seq_len": T, "action_mask": "action_mask"},
         ).build()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [spaces.MultiBinary(4), spaces.Box(0, 1, (4,), np.int8)],
+    ids=str,
+)
+def test_spaces_of_masks(mask):
+    encoded = ActionMask("action_mask", masked_space(4, mask), spaces.Discrete(4)).encoded_space
+    assert encoded == spaces.Dict(observations=BOX)
