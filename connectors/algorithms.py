@@ -146,7 +146,7 @@ def _prepare_marwil(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     if settings.beta == 0.0 and (config.num_learners or 0) > 1:
         # Cloning trains no value function, and torch's DDP has to be told so.
         config.framework(
-            torch_ddp_kwargs={**config.torch_ddp_kwargs, "find_unused_parameters": True}
+            torch_ddp_kwargs={**settings.torch_ddp_kwargs, "find_unused_parameters": True}
         )
     config.offline_data(
         offline_data_class=RecordedEpisodes,

@@ -12,7 +12,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
-from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.env.utils.infinite_lookback_buffer import InfiniteLookbackBuffer
 from ray.rllib.offline.offline_data import OfflineData
@@ -23,7 +23,7 @@ from ray.rllib.utils.spaces.space_utils import get_base_struct_from_space
 from connectors.layout import RowLayout
 from connectors.learner import NUM_REBUILT_ROWS
 from connectors.snapshots import rebuild_states
-from connectors.validation import row_length, single_module
+from connectors.validation import row_length
 
 
 class RecordedEpisodes(OfflineData):
@@ -124,7 +124,7 @@ class RebuildRowStates(ConnectorV2):
     def __call__(
         self,
         *,
-        rl_module: RLModule,
+        rl_module: MultiRLModule,
         batch: dict[str, Any],
         episodes: list[SingleAgentEpisode],
         explore: bool | None = None,
@@ -133,7 +133,7 @@ class RebuildRowStates(ConnectorV2):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Writes into the arrays of `STATE_IN`."""
-        module = single_module(rl_module)
+        module = rl_module[DEFAULT_MODULE_ID].unwrapped()
         max_seq_len = row_length(module)
         if max_seq_len is None:
             return batch

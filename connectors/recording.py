@@ -55,7 +55,10 @@ def record_without_states(config: AlgorithmConfig) -> None:
         ValueError: if it has an EnvRunner class of its own that writes states too.
     """
     current = config.env_runner_cls
-    if not config.output or (current is not None and issubclass(current, RecordingEnvRunner)):
+    # RLlib refuses to record several agents itself.
+    if not config.output or config.is_multi_agent:
+        return
+    if current is not None and issubclass(current, RecordingEnvRunner):
         return
     if current is not None and current is not OfflineSingleAgentEnvRunner:
         raise ValueError(
