@@ -64,7 +64,7 @@ def read_episodes(iterator: DataIterator, **kwargs: Any) -> Iterator[SingleAgent
     Raises:
         ValueError: if there are none, or one does not begin with a reset.
     """
-    # RLlib imports them, too, where it records only: they are no dependencies of Ray.
+    # Here, as RLlib does it: Ray does not install `msgpack_numpy`.
     import msgpack
     import msgpack_numpy
 
@@ -95,7 +95,7 @@ def read_episodes(iterator: DataIterator, **kwargs: Any) -> Iterator[SingleAgent
 
 def _restore_tuples(buffer: InfiniteLookbackBuffer) -> None:
     """Makes tuples of lists again, which is how msgpack returns both."""
-    struct = get_base_struct_from_space(buffer.space)
+    struct = None if buffer.space is None else get_base_struct_from_space(buffer.space)
     if not tree.is_nested(struct):
         return
     buffer.data = [tree.unflatten_as(struct, tree.flatten(item)) for item in buffer.data]

@@ -25,6 +25,7 @@ from ray.rllib.offline.offline_data import OfflineData
 from ray.rllib.offline.offline_prelearner import OfflinePreLearner
 
 from connectors import (
+    AddPreviousActionsRewards,
     MemoryMARWILTorchLearner,
     RecordingEnvRunner,
     StateSnapshot,
@@ -338,6 +339,38 @@ def test_recording_while_training(tmp_path):
     assert sum(map(len, episodes)) == learner.batches[0][Columns.LOSS_MASK].sum()
     assert Columns.ACTION_LOGP in episodes[0].extra_model_outputs
     assert Columns.STATE_OUT not in episodes[0].extra_model_outputs
+
+
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_inputs_that_connectors_made(evaluation, tmp_path):
+    """Previous actions and rewards stand in the recordings; who trains must know their space."""
+
+    def connectors(env, spaces, device):
+        return AddPreviousActionsRewards()
+
+    config = recording_config(tmp_path, write_episodes=True)
+    config.env_runners(env_to_module_connector=connectors)
+    runner = RecordingEnvRunner(config=connect(config))
+    episodes = runner.sample(num_episodes=6)
+    bc = offline_config(BCConfig, [str(tmp_path)]).learners(learner_class=Recorder)
+    bc.env_runners(env_to_module_connector=connectors)
+    if evaluation:
+        bc.environment(config.env, env_config=config.env_config)
+        bc.evaluation(evaluation_interval=1, evaluation_duration=2)
+    else:
+        space = runner.module.observation_space
+        bc.environment(observation_space=space, action_space=DISCRETE)
+    algorithm = connect(bc).build_algo()
+    try:
+        algorithm.train()
+        batch, _ = algorithm.learner_group._learner.seen[0]
+    finally:
+        algorithm.stop()
+    first = batch[Columns.OBS]["observations"][0, 0].numpy()
+    (episode,) = [e for e in episodes if (e.get_observations(0)["observations"] == first).all()]
+    for t, observation in enumerate(episode.get_observations(slice(0, min(T, len(episode))))):
+        for key, value in observation.items():
+            np.testing.assert_array_equal(batch[Columns.OBS][key][0, t], value)
 
 
 def test_recording_columns(tmp_path):
