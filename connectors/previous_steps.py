@@ -27,7 +27,8 @@ class AddPreviousActionsRewards(ConnectorV2):
     becomes a `Dict` with itself under `"observations"`. The new observation is written into the
     episode, so the Learner sees what the EnvRunner saw.
 
-    An env-to-module connector. RLlib's `PrevActionsPrevRewards` serves `Discrete` actions only.
+    An env-to-module connector. RLlib's `PrevActionsPrevRewards` serves `Discrete` actions only, and
+    on Ray 2.60 their one-hot vectors have one axis more than its space says.
 
     Args:
         input_observation_space: See `ConnectorV2`.

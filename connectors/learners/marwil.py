@@ -44,11 +44,15 @@ class MemoryMARWILTorchLearner(MemoryLearnerMixin, MARWILTorchLearner):
             pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)
 
     @override(MARWILTorchLearner)
-    def update(self, *, training_data: TrainingData, **kwargs: Any) -> ResultDict:
+    def update(
+        self, *args: Any, training_data: TrainingData | None = None, **kwargs: Any
+    ) -> ResultDict:
         """Makes `num_iters` updates, each from whole episodes of `minibatch_size` steps or more."""
-        iterators = training_data.data_iterators or training_data.batch
+        # What `RecordedEpisodes` returned, under the name that RLlib has for an iterator or for a
+        # batch.
+        iterators = training_data and (training_data.data_iterators or training_data.batch)
         if not isinstance(iterators, list):
-            return super().update(training_data=training_data, **kwargs)
+            return super().update(*args, training_data=training_data, **kwargs)
         num_iters, num_steps = kwargs.pop("num_iters"), kwargs.pop("minibatch_size")
         timesteps = kwargs.pop("timesteps", None)
         if self._episodes is None:

@@ -14,6 +14,7 @@ from ray.rllib.algorithms.cql import CQLConfig
 from ray.rllib.algorithms.iql import IQLConfig
 from ray.rllib.algorithms.marwil import MARWILConfig
 from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.training_data import TrainingData
@@ -186,14 +187,36 @@ class Halve(ConnectorV2):
         return batch
 
 
-@pytest.mark.parametrize("halve", [False, True], ids=["recorded", "made by a connector"])
-@pytest.mark.parametrize("vf_share_layers", [True, False])
-def test_states_are_those_of_the_present_weights(vf_share_layers, halve):
+def with_lstm(config):
+    return config.rl_module(
+        rl_module_spec=RLModuleSpec(
+            module_class=DefaultPPOTorchRLModule,
+            model_config={
+                "use_lstm": True,
+                "max_seq_len": T,
+                "lstm_cell_size": 8,
+                "fcnet_hiddens": [8],
+            },
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda config: config, id="ours"),
+        pytest.param(lambda config: with_spec(config, vf_share_layers=False), id="two memories"),
+        pytest.param(
+            lambda config: config.learners(learner_connector=lambda *_: Halve()),
+            id="observations made by a connector",
+        ),
+        pytest.param(with_lstm, id="RLlib's LSTM"),
+    ],
+)
+def test_states_are_those_of_the_present_weights(change):
     env = SampledObservations({"observation_space": BOX, "action_space": DISCRETE})
     episodes = play(env, 8, sample_action)
-    config = offline_config(BCConfig, vf_share_layers=vf_share_layers)
-    if halve:
-        config.learners(learner_connector=lambda *_: Halve())
+    config = change(offline_config(BCConfig))
     learner = make_learner(config)
     result = run(learner, episodes)
     module = learner.module["default_policy"]
@@ -387,7 +410,9 @@ def test_recording_columns(tmp_path):
 
 
 def write(episodes, path):
-    ray.data.from_items([pack(episode) for episode in episodes]).write_parquet(str(path))
+    # One block: in the order given.
+    rows = ray.data.from_items([pack(episode) for episode in episodes], override_num_blocks=1)
+    rows.write_parquet(str(path))
 
 
 def test_bc_clones_a_policy_that_remembers(tmp_path):
@@ -397,23 +422,25 @@ def test_bc_clones_a_policy_that_remembers(tmp_path):
         Recall, observation_space=Recall.observation_space, action_space=Recall.action_space
     )
     config.offline_data(
-        dataset_num_iters_per_learner=1, iter_batches_kwargs={"local_shuffle_buffer_size": 8}
+        dataset_num_iters_per_learner=1,
+        iter_batches_kwargs={"local_shuffle_buffer_size": 8, "local_shuffle_seed": 0},
     )
+    config.training(train_batch_size_per_learner=80)
     config.evaluation(
-        evaluation_interval=20,
+        evaluation_interval=40,
         evaluation_duration=20,
         evaluation_config=BCConfig.overrides(explore=False),
     )
     algorithm = connect(config).build_algo()
     losses = []
     try:
-        for _ in range(20):
+        for _ in range(40):
             result = algorithm.train()
             losses.append(float(result["learners"]["default_policy"]["policy_loss"]))
     finally:
         algorithm.stop()
     assert result["evaluation"]["env_runners"]["episode_return_mean"] == 1.0
-    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize(
