@@ -11,14 +11,18 @@ from connectors.learners import (
     MemoryDQNTorchLearner,
     MemoryIMPALATorchLearner,
     MemoryLearnerMixin,
+    MemoryMARWILTorchLearner,
     MemoryPPOTorchLearner,
     MemorySACTorchLearner,
 )
 from connectors.module_to_env import SampleActions
+from connectors.previous_steps import AddPreviousActionsRewards
+from connectors.recording import RecordingEnvRunner
 from connectors.replay import SequenceReplayBuffer
 from connectors.snapshots import StateSnapshot
 
 __all__ = [
+    "AddPreviousActionsRewards",
     "BuildModuleBatch",
     "BuildTrainBatch",
     "ComputeAdvantages",
@@ -28,9 +32,11 @@ __all__ = [
     "MemoryDQNTorchLearner",
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
+    "MemoryMARWILTorchLearner",
     "MemoryMultiAgentEnvRunner",
     "MemoryPPOTorchLearner",
     "MemorySACTorchLearner",
+    "RecordingEnvRunner",
     "SampleActions",
     "SequenceReplayBuffer",
     "StateSnapshot",

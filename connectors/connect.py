@@ -25,6 +25,7 @@ from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
 from connectors.module_specs import validated_row_lengths
 from connectors.module_to_env import SampleActions
+from connectors.recording import record_without_states
 
 Piece = TypeVar("Piece", bound=ConnectorV2)
 
@@ -76,7 +77,7 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     _check_pipelines(config)
     _check_trials(config, episodes_per_trial)
     support.prepare(config, validated_row_lengths(config))
-
+    record_without_states(config)
     _make_episodes_divisible(config)
 
     user = _user_builders(config)

@@ -6,9 +6,6 @@ import dataclasses
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
-from ray.rllib.algorithms.ppo.default_ppo_rl_module import DefaultPPORLModule
-from ray.rllib.algorithms.sac.default_sac_rl_module import DefaultSACRLModule
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
 
@@ -73,6 +70,7 @@ def _may_be_stateful(spec: RLModuleSpec, model_config: dict[str, Any]) -> bool:
     module_class = spec.module_class
     if module_class is None or module_class.get_initial_state is RLModule.get_initial_state:
         return False
-    if issubclass(module_class, (DefaultPPORLModule, DefaultDQNRLModule, DefaultSACRLModule)):
+    # RLlib's own modules define the state of an LSTM that most of them don't have.
+    if module_class.__module__.startswith("ray.rllib."):
         return bool(model_config.get("use_lstm"))
     return True

@@ -33,6 +33,8 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
         ValueError: From the constructor, if the config or a space is not supported.
     """
 
+    masks_actions = True
+
     @override(BaseMemoryRLModule)
     def build(self, config: MemoryConfig) -> None:
         """Builds core, policy head and value head."""
@@ -77,7 +79,7 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
             _, critic_state = self.critic_core(obs, state[CRITIC], valid)
             state = {ACTOR: actor_state, CRITIC: critic_state}
         return {
-            Columns.ACTION_DIST_INPUTS: self.policy_head(features),
+            Columns.ACTION_DIST_INPUTS: self._masked(self.policy_head(features), obs),
             Columns.STATE_OUT: state,
         }
 
@@ -92,9 +94,15 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
             features = self.core(obs, state[ACTOR], valid)[0]
             critic_features = self.critic_core(obs, state[CRITIC], valid)[0]
         return {
-            Columns.ACTION_DIST_INPUTS: self.policy_head(features),
+            Columns.ACTION_DIST_INPUTS: self._masked(self.policy_head(features), obs),
             Columns.EMBEDDINGS: critic_features,
         }
+
+    def _masked(self, inputs: Tensor, obs: Any) -> Tensor:
+        """The distribution inputs without actions that the observations do not allow."""
+        if self.memory_config.action_mask is None:
+            return inputs
+        return self.action_mask.apply(inputs, obs)
 
     @override(ValueFunctionAPI)
     def compute_values(self, batch: Mapping[str, Any], embeddings: Tensor | None = None) -> Tensor:
@@ -146,7 +154,8 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
         state = state if self.memory_config.vf_share_layers else state[ACTOR]
         with torch.no_grad():
             features, _ = self.target_core(obs, state, valid)
-            return {TARGET_NETWORK_ACTION_DIST_INPUTS: self.target_policy_head(features)}
+            inputs = self._masked(self.target_policy_head(features), obs)
+            return {TARGET_NETWORK_ACTION_DIST_INPUTS: inputs}
 
     @override(InferenceOnlyAPI)
     def get_non_inference_attributes(self) -> list[str]:

@@ -12,17 +12,20 @@ from rlmodules.compilation import compile_blocks
 from rlmodules.configs import MemoryConfig
 from rlmodules.core import MemoryCore
 from rlmodules.encoders import ObservationEncoder
+from rlmodules.masks import ActionMask
 
 
 class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
     """An RLModule with a memory, without its heads.
 
     Subclasses name their `config_class`, which builds the memory, and what the algorithm needs
-    around it. Batches hold `OBS` with leaves `(B, T, ...)`, `STATE_IN` with leaves `(B, ...)` and,
-    where rows are padded on the right, `SEQ_LENS (B,)`.
+    around it, and say in `masks_actions` whether that heeds the config's `action_mask`. Batches
+    hold `OBS` with leaves `(B, T, ...)`, `STATE_IN` with leaves `(B, ...)` and, where rows are
+    padded on the right, `SEQ_LENS (B,)`.
     """
 
     config_class: ClassVar[type[MemoryConfig]]
+    masks_actions: ClassVar[bool] = False
 
     @abc.abstractmethod
     def build(self, config: Any) -> None:
@@ -32,8 +35,17 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
     def setup(self) -> None:
         """Builds the networks."""
         try:
-            self.memory_config = self.config_class.from_dict(self.model_config)
-            self.build(self.memory_config)
+            config = self.memory_config = self.config_class.from_dict(self.model_config)
+            if config.action_mask is not None:
+                if not self.masks_actions:
+                    raise ValueError(
+                        f"`action_mask` is {config.action_mask!r}, but {type(self).__name__} masks "
+                        "no actions. Leave the setting out."
+                    )
+                self.action_mask = ActionMask(
+                    config.action_mask, self.observation_space, self.action_space
+                )
+            self.build(config)
         except AttributeError as error:
             # RLlib 2.60 takes an AttributeError for an outdated constructor and hides it behind a
             # message about that.
@@ -41,8 +53,9 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
 
     def build_core(self, config: MemoryConfig) -> MemoryCore:
         """An encoder for the observation space with a memory behind it."""
+        masked = config.action_mask is not None
         encoder = ObservationEncoder(
-            self.observation_space,
+            self.action_mask.encoded_space if masked else self.observation_space,
             config.fcnet_hiddens,
             config.fcnet_activation,
             norm=config.fcnet_norm,

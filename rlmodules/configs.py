@@ -37,6 +37,10 @@ class MemoryConfig(abc.ABC):
     fcnet_norm: bool = False
     """Whether a LayerNorm without learned parameters follows the encoder's layers."""
 
+    action_mask: str | None = None
+    """Key of a `Dict` observation that holds the mask of allowed actions: 1 or 0 for each. The
+    encoder does not see it. For `Discrete` and `MultiDiscrete` actions."""
+
     conv_filters: list | None = None
     """RLlib's convolutions for image observations, `[channels, kernel, stride]` each. None:
     RLlib's default for the image's size."""

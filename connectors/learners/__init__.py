@@ -3,6 +3,7 @@
 from connectors.learners.appo import MemoryAPPOTorchLearner
 from connectors.learners.dqn import MemoryDQNTorchLearner
 from connectors.learners.impala import MemoryIMPALATorchLearner
+from connectors.learners.marwil import MemoryMARWILTorchLearner
 from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
 from connectors.learners.replay import ReplayLearnerMixin
@@ -14,6 +15,7 @@ __all__ = [
     "MemoryDQNTorchLearner",
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
+    "MemoryMARWILTorchLearner",
     "MemoryPPOTorchLearner",
     "MemorySACTorchLearner",
     "ReplayLearnerMixin",

@@ -38,7 +38,7 @@ PRESETS = [
         ("max_seq_length", "Did you mean `max_seq_len`?"),
         ("num_layer", "Did you mean `num_layers`?"),
         ("fcnet_hidden", "Did you mean `fcnet_hiddens`?"),
-        ("qqq", "Known keys: ['S_aggregator', 'block', 'compile'"),
+        ("qqq", "Known keys: ['S_aggregator', 'action_mask', 'block'"),
     ],
 )
 def test_unknown_key(key, hint):

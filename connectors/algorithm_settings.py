@@ -1,0 +1,198 @@
+"""What `connect` checks and completes in the settings of each algorithm, before training starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
+from ray.rllib.algorithms.impala.impala import IMPALAConfig
+from ray.rllib.algorithms.ppo.ppo import PPOConfig
+
+from connectors.offline import RecordedEpisodes
+from connectors.replay_settings import use_sequence_replay, use_sequence_replay_in_sac
+
+RowLengths = Mapping[str, int]
+"""`max_seq_len` of each module with memory, by module ID."""
+
+
+def keep_lookback(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    """Has the steps before a cut travel with what follows it.
+
+    With several Learners RLlib cuts episodes to share them out. The state at such a cut is rebuilt
+    from the observations before it.
+    """
+    if row_lengths and (config.num_learners or 0) > 1:
+        needed = max(row_lengths.values())
+        config.env_runners(
+            episode_lookback_horizon=max(config.episode_lookback_horizon or 0, needed)
+        )
+
+
+def check_minibatch_size(
+    config: AlgorithmConfig, row_lengths: RowLengths, *, bootstrap_slot: bool = False
+) -> None:
+    """Refuses minibatches that may hold no row.
+
+    Raises:
+        ValueError: if they may.
+    """
+    minibatch_size = getattr(config, "minibatch_size", None)
+    if minibatch_size is None or not row_lengths:
+        return
+    slots = max(row_lengths.values()) + bootstrap_slot
+    # One more than the slots: RLlib takes `int(B * (minibatch_size / N))` rows, and 49 full ones
+    # times 1 / 49 is less than 1 to a computer.
+    needed = slots + 1
+    if minibatch_size < needed:
+        raise ValueError(
+            f"`minibatch_size` is {minibatch_size}, but must be at least {needed}, above the "
+            f"{slots} slots of a row: a minibatch is made of whole rows, and RLlib would loop "
+            "forever on empty ones. Set `config.training(minibatch_size=...)` to that or more, or "
+            "lower `max_seq_len`."
+        )
+
+
+def prepare_ppo(config: PPOConfig, row_lengths: RowLengths) -> None:
+    """Rows and minibatches for PPO.
+
+    Raises:
+        ValueError: if a minibatch is smaller than a row.
+    """
+    check_minibatch_size(config, row_lengths)
+    keep_lookback(config, row_lengths)
+
+
+def prepare_impala(config: IMPALAConfig, row_lengths: RowLengths) -> None:
+    """Rows, minibatches and samples for APPO and IMPALA.
+
+    Raises:
+        ValueError: if they would leave a Learner waiting, or RLlib without an end.
+    """
+    # Nothing cuts episodes: RLlib shares out what each EnvRunner sent, in one piece.
+    check_minibatch_size(config, row_lengths, bootstrap_slot=True)
+    num_learners = config.num_learners or 0
+    if config.minibatch_size is not None and config.rollout_fragment_length == "auto":
+        raise ValueError(
+            '`rollout_fragment_length` is "auto", but must be a number where `minibatch_size` is '
+            "set: RLlib requires the one to divide the other. Set "
+            "`config.env_runners(rollout_fragment_length=...)`."
+        )
+    if config.minibatch_size is not None and num_learners > 1:
+        raise ValueError(
+            f"`minibatch_size` is {config.minibatch_size}, but must be None with {num_learners} "
+            "Learners: each would cut its rows into a number of minibatches of its own, and the "
+            "Learners would wait for one another for ever. Lower `train_batch_size_per_learner` "
+            "instead."
+        )
+    _check_samples_for_all_learners(config, num_learners)
+
+
+def _check_samples_for_all_learners(config: IMPALAConfig, num_learners: int) -> None:
+    if num_learners < 2 or config.num_aggregator_actors_per_learner:
+        return
+    steps = (config.num_envs_per_env_runner or 1) * config.get_rollout_fragment_length()
+    # RLlib deals out whole samples, and a Learner without one fails while the others wait for it.
+    if math.ceil(config.total_train_batch_size / steps) < num_learners:
+        raise ValueError(
+            f"`train_batch_size_per_learner` is {config.train_batch_size_per_learner}, but must be "
+            f"at least {steps} with {num_learners} Learners: an EnvRunner sends so many steps in "
+            "one piece (`rollout_fragment_length` times `num_envs_per_env_runner`), and each "
+            "Learner needs a piece for each batch. Raise it, or lower one of those."
+        )
+
+
+def prepare_dqn(config: Any, row_lengths: RowLengths) -> None:
+    """Sequence replay for DQN.
+
+    Raises:
+        ValueError: if the module, `n_step`, `noisy` or what is replayed is not supported.
+    """
+    if not row_lengths:
+        return
+    module_class = getattr(config.rl_module_spec, "module_class", None)
+    if module_class is not None and issubclass(module_class, DefaultDQNRLModule):
+        raise ValueError(
+            f"`{module_class.__name__}` with `use_lstm` cannot be trained on replayed rows, and "
+            "explores for one environment only. Use a module of this package, such as "
+            "`DeepLinearAttentionQRLModule`."
+        )
+    n_step, max_seq_len = config.n_step, max(row_lengths.values())
+    if isinstance(n_step, bool) or not isinstance(n_step, int) or not 1 <= n_step < max_seq_len:
+        raise ValueError(
+            f"`n_step` is {n_step!r}, but must be an integer from 1 to {max_seq_len - 1}: a "
+            "replayed row has `max_seq_len` - 1 steps. Set `config.training(n_step=...)`."
+        )
+    if config.noisy:
+        raise ValueError(
+            "`noisy` is True, but modules with memory have no noisy layers. Set "
+            "`config.training(noisy=False, epsilon=...)`."
+        )
+    use_sequence_replay(config, row_lengths, config.burn_in_len)
+
+
+def prepare_sac(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    """Sequence replay for SAC.
+
+    Raises:
+        ValueError: if `n_step` or what is replayed is not supported.
+    """
+    n_step = getattr(config, "n_step", 1)
+    if row_lengths and n_step != 1:
+        raise ValueError(
+            f"`n_step` is {n_step!r}, but must be 1 for SAC with a memory: its targets are those "
+            "of single steps. Set `config.training(n_step=1)`."
+        )
+    use_sequence_replay_in_sac(config, row_lengths)
+
+
+def prepare_marwil(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
+    """Recorded episodes for BC and MARWIL.
+
+    Raises:
+        ValueError: if episodes are not read whole, or a setting does not fit them.
+    """
+    settings: Any = config
+    if not config.input_read_episodes:
+        raise ValueError(
+            "`input_read_episodes` is False, but must be True: only whole episodes tell a policy "
+            "with memory what it would remember. Record with `config.offline_data(output=..., "
+            "output_write_episodes=True)` and read with `input_read_episodes=True`."
+        )
+    if not config.dataset_num_iters_per_learner:
+        raise ValueError(
+            f"`dataset_num_iters_per_learner` is {config.dataset_num_iters_per_learner}, but must "
+            "be at least 1: the number of updates an iteration. Set it with "
+            "`config.offline_data(dataset_num_iters_per_learner=...)`."
+        )
+    if settings.burnin_len:
+        raise ValueError(
+            f"`burnin_len` is {settings.burnin_len}, but must be 0: states are computed from the "
+            "episodes' first steps and need no burn-in, which would only leave steps out."
+        )
+    if settings.bc_logstd_coeff:
+        raise ValueError(
+            f"`bc_logstd_coeff` is {settings.bc_logstd_coeff}, but must be 0: Ray 2.60 cannot "
+            "compute that term for batches with a `LOSS_MASK`, and fails in the first update."
+        )
+    for setting in ("prelearner_class", "offline_data_class"):
+        value = getattr(config, setting)
+        if value is not None and not issubclass(value, RecordedEpisodes):
+            raise ValueError(
+                f"`{setting}` is `{value.__name__}`, but episodes go to the Learner as they were "
+                "recorded. Change them in a learner connector: "
+                "`config.learners(learner_connector=...)`."
+            )
+    if settings.beta == 0.0 and (config.num_learners or 0) > 1:
+        # Cloning trains no value function, and torch's DDP has to be told so.
+        config.framework(
+            torch_ddp_kwargs={**settings.torch_ddp_kwargs, "find_unused_parameters": True}
+        )
+    config.offline_data(
+        offline_data_class=RecordedEpisodes,
+        # Nothing is mapped: where mapped data should be kept, BC's default, keep the episodes.
+        # Reading files anew for each pass takes seconds.
+        materialize_data=config.materialize_data or config.materialize_mapped_data,
+    )
