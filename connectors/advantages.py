@@ -8,6 +8,7 @@ from typing import Any, cast
 import gymnasium as gym
 import numpy as np
 import torch
+import tree
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
@@ -25,7 +26,7 @@ class ComputeAdvantages(ConnectorV2):
     Value targets are RLlib's. What differs: values are computed without gradient; advantages are
     standardised over the steps that are trained on, those of all Learners, where RLlib counts the
     appended bootstrap steps too and each Learner for itself; both columns are 0 on bootstrap steps
-    and padding.
+    and padding; rows that hold nothing but a bootstrap step have done their work, and are dropped.
 
     Args:
         input_observation_space: See `ConnectorV2`.
@@ -86,6 +87,9 @@ class ComputeAdvantages(ConnectorV2):
                 data = np.where(steps.trained, data, 0.0).astype(np.float32)
                 rows = data if steps.layout is None else steps.layout.pad(data)
                 batch[module_id][column] = torch.from_numpy(rows).to(steps.device)
+            if steps.layout is not None:
+                trained = np.any(steps.layout.pad(steps.trained), axis=1)
+                batch[module_id] = _keep_rows(batch[module_id], trained)
         return batch
 
     def _compute(
@@ -126,6 +130,14 @@ class _Steps:
     targets: np.ndarray
     advantages: np.ndarray
     device: torch.device
+
+
+def _keep_rows(batch: dict[str, Any], kept: np.ndarray) -> dict[str, Any]:
+    """The batch without rows that no one is trained on, unless there are no others."""
+    # Where a user's piece asks for infos, no one knows how they are laid out.
+    if kept.all() or not kept.any() or Columns.INFOS in batch:
+        return batch
+    return tree.map_structure(lambda column: column[kept], batch)
 
 
 def _moments(results: dict[str, _Steps], names: list[str]) -> dict[str, tuple[float, float]]:

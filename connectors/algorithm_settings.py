@@ -34,24 +34,20 @@ def keep_lookback(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
 def check_minibatch_size(
     config: AlgorithmConfig, row_lengths: RowLengths, *, bootstrap_slot: bool = False
 ) -> None:
-    """Refuses minibatches that may hold no row.
+    """Refuses minibatches that are smaller than a row.
 
     Raises:
-        ValueError: if they may.
+        ValueError: if they are.
     """
     minibatch_size = getattr(config, "minibatch_size", None)
     if minibatch_size is None or not row_lengths:
         return
     slots = max(row_lengths.values()) + bootstrap_slot
-    # One more than the slots: RLlib takes `int(B * (minibatch_size / N))` rows, and 49 full ones
-    # times 1 / 49 is less than 1 to a computer.
-    needed = slots + 1
-    if minibatch_size < needed:
+    if minibatch_size < slots:
         raise ValueError(
-            f"`minibatch_size` is {minibatch_size}, but must be at least {needed}, above the "
-            f"{slots} slots of a row: a minibatch is made of whole rows, and RLlib would loop "
-            "forever on empty ones. Set `config.training(minibatch_size=...)` to that or more, or "
-            "lower `max_seq_len`."
+            f"`minibatch_size` is {minibatch_size}, but must be at least {slots}, the slots of a "
+            "row: a minibatch is made of whole rows. Set `config.training(minibatch_size=...)` to "
+            "that or more, or lower `max_seq_len`."
         )
 
 
