@@ -21,7 +21,7 @@ from ray.rllib.utils.annotations import override
 from ray.rllib.utils.typing import ModuleID
 from torch import Tensor, nn
 
-from connectors.learners.replay import ReplayLearnerMixin
+from connectors.learners.replay import ReplayLearnerMixin, masked_mean, trained_steps
 
 # Keys of the target networks' outputs, at the same steps as `QF_PREDS`.
 QF_TARGET_PREDS = "qf_target_preds"
@@ -93,13 +93,6 @@ class MemoryDQNTorchLearner(ReplayLearnerMixin, DQNTorchLearner):
         return loss
 
 
-def trained_steps(loss_mask: Tensor) -> Tensor:
-    """`(B, T)` bool: the steps whose next observation stands in the same row."""
-    mask = loss_mask.clone()
-    mask[:, -1] = False
-    return mask
-
-
 def n_step_returns(
     rewards: Tensor, terminateds: Tensor, mask: Tensor, gamma: float, n_step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,12 +143,6 @@ def project(returns: Tensor, discounts: Tensor, probs: Tensor, atoms: Tensor) ->
     moved = (returns[..., None] + discounts[..., None] * atoms).clamp(atoms[0], atoms[-1])
     distances = (moved[..., None, :] - atoms[:, None]).abs() / (atoms[1] - atoms[0])
     return ((1 - distances).clamp(min=0) * probs[..., None, :]).sum(-1)
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x (B, T)` where `mask` is True; NaN elsewhere does no harm."""
-    # A sum instead of `x[mask]`: indexing by a mask synchronises the device.
-    return x.where(mask, 0.0).sum() / mask.sum()
 
 
 def _select(x: Tensor, actions: Tensor) -> Tensor:

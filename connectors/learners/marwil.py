@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from ray.rllib.algorithms.marwil.marwil import MARWILConfig
-from ray.rllib.algorithms.marwil.marwil_learner import LEARNER_RESULTS_VF_EXPLAINED_VAR_KEY
 from ray.rllib.algorithms.marwil.torch.marwil_torch_learner import MARWILTorchLearner
 from ray.rllib.connectors.learner import AddNextObservationsFromEpisodesToTrainBatch
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
-from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.typing import ModuleID, ResultDict
 
 from connectors.learner import BuildTrainBatch
+from connectors.learners.explained_variance import log_explained_variance
 from connectors.learners.mixin import MemoryLearnerMixin
-from connectors.learners.ppo import explained_variance
 from connectors.offline import RebuildRowStates, read_episodes
 
 
@@ -28,7 +25,7 @@ class MemoryMARWILTorchLearner(MemoryLearnerMixin, MARWILTorchLearner):
 
     Beyond `MemoryLearnerMixin` it makes its train batches itself, of whole recorded episodes: with
     the weights it has, each row's state is computed from the episode's first steps, and so are
-    MARWIL's value targets. `vf_explained_variance` counts real steps only.
+    MARWIL's value targets. `vf_explained_var` counts real steps only.
     """
 
     _episodes: Iterator[SingleAgentEpisode] | None = None
@@ -86,14 +83,5 @@ class MemoryMARWILTorchLearner(MemoryLearnerMixin, MARWILTorchLearner):
             module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
         )
         if config.beta and Columns.LOSS_MASK in batch:
-            module: Any = self.module[module_id].unwrapped()
-            with torch.no_grad():
-                values = module.compute_values(batch, embeddings=fwd_out.get(Columns.EMBEDDINGS))
-            self.metrics.log_value(
-                (module_id, LEARNER_RESULTS_VF_EXPLAINED_VAR_KEY),
-                explained_variance(
-                    batch[Postprocessing.VALUE_TARGETS], values, batch[Columns.LOSS_MASK]
-                ),
-                window=1,
-            )
+            log_explained_variance(self, module_id, batch, fwd_out)
         return loss

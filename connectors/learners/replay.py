@@ -8,6 +8,7 @@ from ray.rllib.connectors.learner import (
 )
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
+from torch import Tensor
 
 from connectors.learners.mixin import MemoryLearnerMixin
 
@@ -30,3 +31,16 @@ class ReplayLearnerMixin(MemoryLearnerMixin):
             while pipeline[AddNextObservationsFromEpisodesToTrainBatch]:
                 pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)
             pipeline.prepend(AddOneTsToEpisodesAndTruncate())
+
+
+def trained_steps(loss_mask: Tensor) -> Tensor:
+    """`(B, T)` bool: the steps whose next observation stands in the same row."""
+    mask = loss_mask.clone()
+    mask[:, -1] = False
+    return mask
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x (B, T)` where `mask` is True; NaN elsewhere does no harm."""
+    # A sum instead of `x[mask]`: indexing by a mask synchronises the device.
+    return x.where(mask, 0.0).sum() / mask.sum()

@@ -30,8 +30,7 @@ from ray.rllib.utils.typing import ModuleID, ParamDict
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from connectors.learners.dqn import masked_mean, trained_steps
-from connectors.learners.replay import ReplayLearnerMixin
+from connectors.learners.replay import ReplayLearnerMixin, masked_mean, trained_steps
 
 LOG_ALPHA = "log_alpha"
 # Keys of `forward_train` that RLlib has no names for.

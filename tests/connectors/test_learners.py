@@ -10,7 +10,7 @@ from ray.rllib.utils.torch_utils import explained_variance as rllib_explained_va
 
 from connectors import ComputeAdvantages, MemoryPPOTorchLearner, connect
 from connectors.learners import NUM_NONFINITE_GRADIENTS
-from connectors.learners.ppo import explained_variance
+from connectors.learners.explained_variance import explained_variance
 from tests.connectors.helpers import BOX, DISCRETE, lstm_config, make_episodes
 
 pytestmark = pytest.mark.ray
@@ -112,7 +112,7 @@ def test_explained_variance_is_reported_for_valid_steps(built, monkeypatch):
         assert mask.shape == targets.shape == values.shape
         return seen[-1]
 
-    monkeypatch.setattr("connectors.learners.ppo.explained_variance", spy)
+    monkeypatch.setattr("connectors.learners.explained_variance.explained_variance", spy)
     result = update(built)
     assert result["default_policy"]["vf_explained_var"] == seen[-1].item()
 
