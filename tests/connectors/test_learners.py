@@ -1,6 +1,7 @@
 """The Learners: advantages swapped in, weights guarded, explained variance of valid steps."""
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -58,6 +59,21 @@ def test_updates_the_weights(built):
     result = update(built)
     assert any(not torch.equal(before[key], value) for key, value in weights(built).items())
     assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] == 0
+
+
+def test_each_step_is_trained_on_once_an_epoch(built, monkeypatch):
+    trained = Counter()
+    compute_loss = type(built).compute_loss_for_module
+
+    def count(self, *, batch, **kwargs):
+        trained.update(batch[Columns.REWARDS][batch[Columns.LOSS_MASK]].tolist())
+        return compute_loss(self, batch=batch, **kwargs)
+
+    monkeypatch.setattr(type(built), "compute_loss_for_module", count)
+    update(built)
+    # 41 steps with a reward of their own, two epochs.
+    assert len(trained) == 41
+    assert set(trained.values()) == {2}
 
 
 @pytest.mark.parametrize(
