@@ -105,6 +105,7 @@ def relative_attention_reference(
     [`relative_attention`][rlmodules.kernels.relative_attention].
     """
     B, H, T, _ = q.shape
+    k, v = k.expand(-1, H, -1, -1), v.expand(-1, H, -1, -1)
     M, W = distance_scores.shape[-1] - 1, k.shape[2] - T
     out = q.new_zeros(B, H, T, v.shape[-1])
     for b, h, i in itertools.product(range(B), range(H), range(T)):

@@ -28,8 +28,8 @@ def relative_attention(
     Args:
         q: Queries, `(B, H, T, K)`.
         k: Keys, `(B, H, W + T, K)`: of W steps before the first query, at most M, and of the
-            queries' steps.
-        v: Values, `(B, H, W + T, V)`.
+            queries' steps. Axis H may be 1: heads that share them.
+        v: Values, `(B, H, W + T, V)`, axis H as that of the keys.
         distance_scores: `p (B, H, T, M + 1)`, in the order of distances M, M - 1, ..., 0.
         span: How many earlier steps each query sees, `(B, T)` int64: at most M, and at most W plus
             the query's index.
@@ -73,10 +73,13 @@ def _attend(
     visible = (distances >= 0) & (distances <= span[:, None, :, None])
     mask = torch.where(visible, 0.0, -torch.inf).to(q.dtype)
     bias = _by_key(distance_scores * scale, num_keys) + mask
-    B = q.shape[0]
-    q, k, v, bias = (rearrange(x, "B H T D -> (B H) T D") for x in (q * scale, k, v, bias))
+    # Keys that all heads share are not copied for each: heads become further queries.
+    rows = "B H T D -> B (H T) D" if k.shape[1] == 1 else "B H T D -> (B H) T D"
+    B, H = q.shape[:2]
+    q, bias = (rearrange(x, rows) for x in (q * scale, bias))
+    k, v = (rearrange(x, "B H S D -> (B H) S D") for x in (k, v))
     weights = torch.baddbmm(bias, q, k.transpose(1, 2)).softmax(-1)
-    return rearrange(weights @ v, "(B H) T D -> B H T D", B=B)
+    return (weights @ v).view(B, H, num_queries, -1)
 
 
 def _by_key(distance_scores: Tensor, num_keys: int) -> Tensor:

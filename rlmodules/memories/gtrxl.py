@@ -103,7 +103,7 @@ class GTrXLUnit(nn.Module):
         return {"window": torch.zeros(self.memory_inference, self.attention_norm.weight.shape[0])}
 
     def forward(
-        self, x: Tensor, state: State, span: Tensor, t: Tensor, valid: Tensor | None
+        self, x: Tensor, state: State, span: Tensor, valid: Tensor | None, filled: Tensor | None
     ) -> tuple[Tensor, State]:
         """Runs the unit.
 
@@ -111,8 +111,9 @@ class GTrXLUnit(nn.Module):
             x: Inputs, `(B, T, D)`.
             state: `window (B, M, D)`.
             span: How many earlier steps each step may see, `(B, T)` int64.
-            t: Steps of the episode after each row's last valid one, `(B,)` int64.
             valid: False on right padding, `(B, T)` bool, or None.
+            filled: How many slots of the new window are of the episode, `(B,)` int64. None: those
+                that are not hold zeros already.
 
         Returns:
             Outputs `(B, T, D)` and the window after each row's last valid step.
@@ -127,7 +128,7 @@ class GTrXLUnit(nn.Module):
             attended = self._attend_chunk(normed, steps[:, -reach:], span)
         x = self.attention_gate(x, F.relu(self.out(attended)))
         x = self.feedforward_gate(x, self.feedforward(x))
-        return x, {"window": self._last_steps(steps, t, valid)}
+        return x, {"window": self._last_steps(steps, valid, filled)}
 
     def _attend_chunk(self, normed: Tensor, steps: Tensor, span: Tensor) -> Tensor:
         """Attention with a key and a value for each step, `(B, T, H K)`."""
@@ -152,7 +153,7 @@ class GTrXLUnit(nn.Module):
         scale, shift = self.attention_norm.weight, self.attention_norm.bias
         q = einsum(self._scaled(normed), query, "B T D, H K D -> B H T K")
         content = einsum(q + self.content_bias[:, None], key * scale, "B H T K, H K D -> B H T D")
-        shared = steps.to(content.dtype)[:, None].expand(-1, self.num_heads, -1, -1)
+        shared = steps.to(content.dtype)[:, None]
         mix = relative_attention(
             content, shared, shared, self._distance_scores(q), span, scale=self.head_dim**-0.5
         )
@@ -171,7 +172,7 @@ class GTrXLUnit(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "B T (H K) -> B H T K", K=self.head_dim)
 
-    def _last_steps(self, steps: Tensor, t: Tensor, valid: Tensor | None) -> Tensor:
+    def _last_steps(self, steps: Tensor, valid: Tensor | None, filled: Tensor | None) -> Tensor:
         """The window after the last valid step, zeros before the episode's first one."""
         M = self.memory_inference
         if valid is None:
@@ -179,8 +180,10 @@ class GTrXLUnit(nn.Module):
         else:
             index = valid.sum(1)[:, None] + torch.arange(M, device=steps.device)
             window = steps.gather(1, index[..., None].expand(-1, -1, steps.shape[-1]))
+        if filled is None:
+            return window
         ages = torch.arange(M, 0, -1, device=steps.device)
-        return torch.where((ages <= t[:, None])[..., None], window, 0.0)
+        return torch.where((ages <= filled[:, None])[..., None], window, 0.0)
 
 
 class GTrXL(Memory):
@@ -289,9 +292,9 @@ class GTrXL(Memory):
             steps = torch.arange(num_steps, device=x.device)
             span = torch.minimum(span, self.memory_training + steps)
         windows = {"window": state["window"].detach()}
-        x, windows = run_blocks(
-            self.units, self.project(mask_padding(x, valid)), windows, span, t, valid
-        )
+        filled = None if resets is None else t
+        x = self.project(mask_padding(x, valid))
+        x, windows = run_blocks(self.units, x, windows, span, valid, filled)
         return x, {"t": t, **windows}
 
 
