@@ -545,7 +545,11 @@ def test_inputs(algorithm, kind):
 @pytest.mark.parametrize("algorithm", OFFLINE)
 def test_recorded_inputs(algorithm, kind):
     """They stand in the episodes as the module saw them."""
-    recording = make_config("PPO").env_runners(env_to_module_connector=INPUTS[kind])
+    recording = make_config("PPO").env_runners(
+        env_to_module_connector=INPUTS[kind],
+        # As RLlib's recorder leaves them.
+        episodes_to_numpy=False,
+    )
     runner = SingleAgentEnvRunner(config=connect(recording))
     episodes = runner.sample(num_episodes=8)
     for episode in episodes:
