@@ -59,8 +59,8 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     ```
 
     Args:
-        config: A PPO, APPO, IMPALA, DQN, SAC, BC or MARWIL config, for one agent; those of PPO,
-            APPO and IMPALA for several, too. It is changed in place.
+        config: A config of PPO, APPO or IMPALA, for one agent or several, or of DQN, SAC, BC or
+            MARWIL. It is changed in place.
         episodes_per_trial: Episodes over which a sub-environment keeps its agents' states. With 1
             each episode starts from the initial state.
 
