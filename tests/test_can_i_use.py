@@ -263,7 +263,8 @@ def make_config(algorithm, spec=None, **env_config):
     if algorithm in OFFLINE:
         config.offline_data(input_read_episodes=True, dataset_num_iters_per_learner=2)
     config.reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=0)
-    return config.debugging(seed=0)
+    # The monitor of system usage takes half a second to stop.
+    return config.debugging(seed=0, log_sys_usage=False)
 
 
 def train(config, **settings):
