@@ -10,6 +10,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.dqn.default_dqn_rl_module import DefaultDQNRLModule
 from ray.rllib.algorithms.impala.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
+from ray.rllib.algorithms.sac.default_sac_rl_module import DefaultSACRLModule
 
 from connectors.offline import RecordedEpisodes
 from connectors.replay_settings import use_sequence_replay, use_sequence_replay_in_sac
@@ -108,13 +109,7 @@ def prepare_dqn(config: Any, row_lengths: RowLengths) -> None:
     """
     if not row_lengths:
         return
-    module_class = getattr(config.rl_module_spec, "module_class", None)
-    if module_class is not None and issubclass(module_class, DefaultDQNRLModule):
-        raise ValueError(
-            f"`{module_class.__name__}` with `use_lstm` cannot be trained on replayed rows, and "
-            "explores for one environment only. Use a module of this package, such as "
-            "`DeepLinearAttentionQRLModule`."
-        )
+    _refuse_lstm(config, DefaultDQNRLModule, "DeepLinearAttentionQRLModule")
     n_step, max_seq_len = config.n_step, max(row_lengths.values())
     if isinstance(n_step, bool) or not isinstance(n_step, int) or not 1 <= n_step < max_seq_len:
         raise ValueError(
@@ -133,10 +128,13 @@ def prepare_sac(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     """Sequence replay for SAC.
 
     Raises:
-        ValueError: if `n_step` or what is replayed is not supported.
+        ValueError: if the module, `n_step` or what is replayed is not supported.
     """
+    if not row_lengths:
+        return
+    _refuse_lstm(config, DefaultSACRLModule, "DeepLinearAttentionSACRLModule")
     n_step = getattr(config, "n_step", 1)
-    if row_lengths and n_step != 1:
+    if n_step != 1:
         raise ValueError(
             f"`n_step` is {n_step!r}, but must be 1 for SAC with a memory: its targets are those "
             "of single steps. Set `config.training(n_step=1)`."
@@ -144,13 +142,29 @@ def prepare_sac(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     use_sequence_replay_in_sac(config, row_lengths)
 
 
+def _refuse_lstm(config: AlgorithmConfig, rllibs_class: type, ours: str) -> None:
+    module_class = getattr(config.rl_module_spec, "module_class", None)
+    if module_class is not None and issubclass(module_class, rllibs_class):
+        raise ValueError(
+            f"`{module_class.__name__}` with `use_lstm` cannot be trained on replayed rows, nor "
+            "act in several environments (Ray 2.60). Use a module of this package, such as "
+            f"`{ours}`."
+        )
+
+
 def prepare_marwil(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     """Recorded episodes for BC and MARWIL.
 
     Raises:
-        ValueError: if episodes are not read whole, or a setting does not fit them.
+        ValueError: if there are several agents, if episodes are not read whole, or if a setting
+            does not fit them.
     """
     settings: Any = config
+    if config.is_multi_agent:
+        raise ValueError(
+            f"`policies` are {sorted(config.policies)}, but Ray 2.60 reads recorded episodes of "
+            "one agent only. Leave `config.multi_agent(...)` out."
+        )
     if not config.input_read_episodes:
         raise ValueError(
             "`input_read_episodes` is False, but must be True: only whole episodes tell a policy "

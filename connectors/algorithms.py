@@ -55,7 +55,7 @@ def support_for(config: AlgorithmConfig) -> Support:
     if isinstance(config, UNSUPPORTED):
         raise ValueError(
             f"`connect` got a `{type(config).__name__}`, whose losses count padding as real steps "
-            "and run critics without a state. Clone recorded episodes with BC or MARWIL instead."
+            "and run critics without a state. Use SAC, or BC and MARWIL on recorded episodes."
         )
     for support in SUPPORTED:
         if isinstance(config, support.config_class):

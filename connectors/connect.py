@@ -70,7 +70,7 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     Raises:
         ValueError: if the algorithm, its Learner or its EnvRunner class is not supported, if
             `max_seq_len` of a module is missing or wrong, if settings of the algorithm do not fit
-            rows, or if `episodes_per_trial` is below 1 or at odds with `batch_mode`.
+            rows, or if `episodes_per_trial` is below 1 or at odds with other settings.
     """
     support = support_for(config)
     learner = learner_class(config, support)
@@ -265,6 +265,12 @@ def _check_trials(config: AlgorithmConfig, episodes_per_trial: Any) -> None:
             f"`episodes_per_trial` is {episodes_per_trial!r}, but must be an integer of at least "
             "1: the number of episodes over which states are kept. Use 1 to start each episode "
             "from the initial state."
+        )
+    if episodes_per_trial > 1 and config.is_offline:
+        raise ValueError(
+            f"`episodes_per_trial` is {episodes_per_trial}, but must be 1 to train on recorded "
+            "episodes: which of them followed one another is not recorded. Let each episode hold a "
+            "whole trial."
         )
     if episodes_per_trial > 1 and config.batch_mode == "complete_episodes":
         raise ValueError(

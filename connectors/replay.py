@@ -71,6 +71,7 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         batch_length_T: Slots T of a row, the module's `max_seq_len`: a slice has up to `T - 1`
             steps.
         burn_in_len: Steps that the module is run over before a row, where the episode has them.
+        lookback: Steps before a slice that it brings along at least, where they are stored.
         seed: For what `sample` draws. None: different in each run.
         **kwargs: See `EpisodeReplayBuffer`.
 
@@ -85,6 +86,7 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         batch_size_B: int = 256,
         batch_length_T: int = 64,
         burn_in_len: int = 0,
+        lookback: int = 1,
         seed: int | None = None,
         **kwargs: Any,
     ):
@@ -93,6 +95,7 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         )
         check_replay_lengths(batch_length_T, burn_in_len)
         self.burn_in_len = burn_in_len
+        self.lookback = lookback
         self.rng = np.random.default_rng(seed)
         # In the order of arrival, with the run that each belongs to.
         self._blocks: deque[tuple[Run, SingleAgentEpisode]] = deque()
@@ -196,7 +199,8 @@ class SequenceReplayBuffer(EpisodeReplayBuffer):
         while num_steps < num_items:
             run, t = self._draw_step()
             start, stop = self._place(run, t)
-            slices.append(self._slice(run, start, stop, lookback))
+            # RLlib asks for one step; stacked frames need more.
+            slices.append(self._slice(run, start, stop, max(lookback, self.lookback)))
             num_steps += stop - start
             steps.update((run[0].id_, t) for t in range(start, stop))
         self.sampled_timesteps += num_steps

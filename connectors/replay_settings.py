@@ -66,6 +66,7 @@ def use_sequence_replay(config: Any, row_lengths: Any, burn_in_len: int = 0) -> 
             "type": f"{kind.__module__}.{kind.__qualname__}",
             "batch_length_T": row_lengths[DEFAULT_MODULE_ID],
             "burn_in_len": burn_in_len,
+            "lookback": config.episode_lookback_horizon,
             "seed": settings.get("seed") if config.seed is None else config.seed,
         }
     )

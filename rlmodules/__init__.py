@@ -2,7 +2,7 @@
 
 from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
-from rlmodules.gtrxl import GTrXLConfig, GTrXLRLModule
+from rlmodules.gtrxl import GTrXLConfig, GTrXLQRLModule, GTrXLRLModule, GTrXLSACRLModule
 from rlmodules.gtrxl_legacy import load_legacy_weights
 from rlmodules.linear_attention import (
     DeepLinearAttentionConfig,
@@ -23,7 +23,9 @@ __all__ = [
     "DeepLinearAttentionRLModule",
     "DeepLinearAttentionSACRLModule",
     "GTrXLConfig",
+    "GTrXLQRLModule",
     "GTrXLRLModule",
+    "GTrXLSACRLModule",
     "LinearAttentionConfig",
     "LinearAttentionQRLModule",
     "LinearAttentionRLModule",

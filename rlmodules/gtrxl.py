@@ -1,4 +1,4 @@
-"""`GTrXLRLModule` and its config."""
+"""The RLModules on a Gated Transformer-XL and their config."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,8 @@ from ray.rllib.utils.annotations import override
 from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
 from rlmodules.memories import GTrXL, Memory
+from rlmodules.q_learning import MemoryQRLModule
+from rlmodules.sac import MemorySACRLModule
 
 
 @dataclass(kw_only=True)
@@ -71,6 +73,24 @@ class GTrXLRLModule(MemoryRLModule):
             )
         )
         ```
+    """
+
+    config_class = GTrXLConfig
+
+
+class GTrXLQRLModule(MemoryQRLModule):
+    """Action values on a Gated Transformer-XL, for DQN.
+
+    Used as [`DeepLinearAttentionQRLModule`][rlmodules.DeepLinearAttentionQRLModule] is.
+    """
+
+    config_class = GTrXLConfig
+
+
+class GTrXLSACRLModule(MemorySACRLModule):
+    """A policy and Q-functions on a Gated Transformer-XL, for SAC.
+
+    Used as [`DeepLinearAttentionSACRLModule`][rlmodules.DeepLinearAttentionSACRLModule] is.
     """
 
     config_class = GTrXLConfig

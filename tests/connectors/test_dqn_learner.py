@@ -500,5 +500,6 @@ def test_connect_sets_learner_and_buffer():
         "capacity": 50_000,
         "batch_length_T": 8,
         "burn_in_len": 0,
+        "lookback": 1,
         "seed": 0,
     }
