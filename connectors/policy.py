@@ -65,7 +65,7 @@ class MemoryPolicy:
             done = False
             while not done:
                 action = policy.act(observation)
-                observation, reward, terminated, truncated, _ = env.step(action)
+                observation, _, terminated, truncated, _ = env.step(action)
                 done = terminated or truncated
             policy.reset()
         ```
