@@ -66,7 +66,8 @@ def load_parts(path: str | Path) -> ActingParts:
     Raises:
         ValueError: if there is neither at `path`, or the Algorithm has several modules.
     """
-    path = Path(path)
+    # RLlib reads absolute paths only.
+    path = Path(path).expanduser().absolute()
     info = path / Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
     saved: dict[str, Any] = pickle.loads(info.read_bytes()) if info.is_file() else {"class": None}
     kind = saved["class"]
