@@ -359,7 +359,7 @@ def test_bare_module(checkpoints):
     assert bare.max() <= 1.0
 
 
-def test_no_environment_and_no_ray_objects_are_needed(checkpoints, tmp_path, monkeypatch):
+def test_a_checkpoint_can_be_moved(checkpoints, tmp_path, monkeypatch):
     """A policy's folder can be copied, and holds what it needs."""
     path, _ = checkpoints(gtrxl)
     moved = tmp_path / "moved"
