@@ -16,6 +16,7 @@ from connectors.learners import (
     MemorySACTorchLearner,
 )
 from connectors.module_to_env import SampleActions
+from connectors.policy import MemoryPolicy
 from connectors.previous_steps import AddPreviousActionsRewards
 from connectors.recording import RecordingEnvRunner
 from connectors.replay import SequenceReplayBuffer
@@ -35,6 +36,7 @@ __all__ = [
     "MemoryMARWILTorchLearner",
     "MemoryMultiAgentEnvRunner",
     "MemoryPPOTorchLearner",
+    "MemoryPolicy",
     "MemorySACTorchLearner",
     "RecordingEnvRunner",
     "SampleActions",
