@@ -153,6 +153,47 @@ class RememberFirst(gym.Env):
         return observation
 
 
+class RememberFirstAgents(MultiAgentEnv):
+    """Two agents, each of which plays a `RememberFirst` of its own.
+
+    Config:
+        turns: Whether they act one after the other instead of together.
+        num_cues, length: Those of `RememberFirst`; the length is in an agent's own steps.
+    """
+
+    def __init__(self, config=None):
+        super().__init__()
+        config = dict(config or {})
+        self.turns = config.pop("turns", False)
+        self.possible_agents = ["a0", "a1"]
+        self.games = {agent: RememberFirst(config) for agent in self.possible_agents}
+        self.observation_spaces = {a: game.observation_space for a, game in self.games.items()}
+        self.action_spaces = {a: game.action_space for a, game in self.games.items()}
+
+    def reset(self, *, seed=None, options=None):
+        self.agents = list(self.possible_agents)
+        seeds = {a: seed if seed is None else 2 * seed + k for k, a in enumerate(self.agents)}
+        self.seen = {a: game.reset(seed=seeds[a])[0] for a, game in self.games.items()}
+        return self._show(self.agents[:1] if self.turns else self.agents), {}
+
+    def step(self, actions):
+        results = {agent: self.games[agent].step(action) for agent, action in actions.items()}
+        self.seen |= {agent: result[0] for agent, result in results.items()}
+        ended = {agent: result[2] for agent, result in results.items()}
+        self.agents = [agent for agent in self.agents if not ended.get(agent)]
+        acting = [agent for agent in self.agents if not self.turns or agent not in actions]
+        return (
+            self._show([agent for agent in self.possible_agents if ended.get(agent)] + acting),
+            {agent: result[1] for agent, result in results.items()},
+            ended | {"__all__": not self.agents},
+            {"__all__": False},
+            {},
+        )
+
+    def _show(self, agents):
+        return {agent: self.seen[agent] for agent in agents}
+
+
 class RememberCue(gym.Env):
     """A cue of -1 or 1 at the first step is the right action at the last one.
 

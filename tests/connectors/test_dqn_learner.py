@@ -362,7 +362,7 @@ def test_learners_see_what_env_runners_saw(fragment, training, truncate):
 
 
 @pytest.mark.ray
-@pytest.mark.learning
+@pytest.mark.slow
 def test_learns_what_only_a_memory_can():
     """Each of four cues is right once in four times without memory: a mean return of -0.5."""
     config = dqn_config(

@@ -511,7 +511,7 @@ def test_two_learners(config_class, tmp_path):
     tree.map_structure(np.testing.assert_array_equal, one, two)
 
 
-@pytest.mark.learning
+@pytest.mark.slow
 def test_marwil_improves_on_what_it_sees(tmp_path):
     """From random actions, whose return is 0.5 on average."""
     write(play(Recall(), 256, sample_action), tmp_path)

@@ -520,7 +520,7 @@ def test_a_module_without_memory_trains_as_on_rllib():
         torch.testing.assert_close(states[0][name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.learning
+@pytest.mark.slow
 @SHARINGS
 def test_learns_to_remember(vf_share_layers):
     """Without memory the return is -1. Needs about 20,000 steps, half a minute."""
