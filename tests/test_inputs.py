@@ -48,7 +48,7 @@ def make_config(observation_space=BOX, *, env=SampledObservations, settings=None
                 ),
             )
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
 
 

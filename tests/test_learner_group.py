@@ -39,7 +39,7 @@ def ppo(num_learners, module_spec=None, **training):
             }
         )
         .rl_module(rl_module_spec=module_spec or spec())
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
 
 

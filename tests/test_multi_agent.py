@@ -103,7 +103,7 @@ def ppo(*, num_envs=2, fragment=19, num_learners=0, train=None, **env_config):
         )
         .multi_agent(policies=set(modules()), policy_mapping_fn=module_of, policies_to_train=train)
         .rl_module(rl_module_spec=MultiRLModuleSpec(rl_module_specs=modules()))
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     return connect(config)
 

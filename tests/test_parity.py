@@ -104,7 +104,7 @@ def build(model_config, *, fragment, connected, env_config=None, num_gpus_per_le
                 model_config=model_config,
             )
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     return (connect(config) if connected else config).build_algo()
 

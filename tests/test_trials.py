@@ -67,7 +67,7 @@ def ppo(*, several=False, num_envs=2, fragment=19, episodes_per_trial=EPISODES, 
             lr=0.0 if several else 0.01,
         )
         .rl_module(rl_module_spec=RLModuleSpec(CountingRLModule, model_config={"max_seq_len": T}))
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     if several:
         config.multi_agent(policies={"shared"}, policy_mapping_fn=lambda *_, **__: "shared")

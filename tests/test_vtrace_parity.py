@@ -109,7 +109,7 @@ def build(
         .training(train_batch_size_per_learner=NUM_ENVS * fragment, lr=0.0)
         .rl_module(rl_module_spec=spec)
         .reporting(min_time_s_per_iteration=0.1)
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     config.env_runners(**(env_runners or {})).learners(**(learners or {})).training(**training)
     return connect(config).build_algo()

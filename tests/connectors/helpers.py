@@ -80,7 +80,7 @@ def lstm_config(max_seq_len: int, **model: Any) -> PPOConfig:
                 **model,
             )
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
 
 

@@ -313,7 +313,7 @@ def dqn_config(
                 model_config=DeepLinearAttentionConfig(max_seq_len=max_seq_len, **SMALL),
             )
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
 
 

@@ -107,7 +107,7 @@ def offline_config(config_class, input_=(), **settings):
             input_=list(input_), input_read_episodes=True, dataset_num_iters_per_learner=3
         )
         .training(lr=0.01, gamma=GAMMA, train_batch_size_per_learner=40)
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     return with_spec(config, **settings)
 
@@ -335,7 +335,7 @@ def recording_config(path, *, write_episodes):
         .learners(learner_class=RecordingLearner)
         .training(train_batch_size_per_learner=40, minibatch_size=None, num_epochs=1, lr=0.01)
         .offline_data(output=str(path), output_write_episodes=write_episodes)
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
 
 

@@ -77,7 +77,7 @@ def base(config_class, *pieces, env_config=None):
             rollout_fragment_length=64,
             env_to_module_connector=lambda env, spaces, device: [piece() for piece in pieces],
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
 
 

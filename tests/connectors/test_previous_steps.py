@@ -49,7 +49,7 @@ def make_runner(action_space, observation_space=BOX, *, num_envs=3):
                 LinearAttentionRLModule, model_config=LinearAttentionConfig(max_seq_len=4)
             )
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     return SingleAgentEnvRunner(config=connect(config))
 

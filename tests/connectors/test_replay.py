@@ -405,7 +405,7 @@ class MySequences(SequenceReplayBuffer):
     ],
 )
 def test_settings_choose_the_buffer(config_class, given, expected, capacity):
-    config = config_class().debugging(seed=5)
+    config = config_class().debugging(seed=5, log_sys_usage=False)
     default = config.replay_buffer_config["capacity"]
     if given is not None:
         config.training(replay_buffer_config=given)

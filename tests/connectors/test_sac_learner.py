@@ -356,7 +356,7 @@ def make_config(model_config, *, learner_class=None, fragment=19, **training):
         .rl_module(
             rl_module_spec=RLModuleSpec(module_class=RecordingRLModule, model_config=model_config)
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     if learner_class is not None:
         config.learners(learner_class=learner_class)
@@ -506,7 +506,7 @@ def test_a_module_without_memory_trains_as_on_rllib():
             )
             .reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=0)
             .rl_module(model_config={"fcnet_hiddens": [8]})
-            .debugging(seed=0)
+            .debugging(seed=0, log_sys_usage=False)
         )
         algorithm = (connect(config) if connected else config).build_algo()
         algorithm.local_replay_buffer.rng = np.random.default_rng(0)
@@ -552,7 +552,7 @@ def test_learns_to_remember(vf_share_layers):
         )
         .reporting(min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=1000)
         .rl_module(rl_module_spec=spec)
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     algorithm = connect(config).build_algo()
     best = -1.0

@@ -67,9 +67,9 @@ def test_train_batch_piece_of_the_user(config):
 
 def test_minibatches_hold_a_row(config):
     config.env_runners(rollout_fragment_length=1)
-    with pytest.raises(ValueError, match="`minibatch_size` is 17, but must be at least 18"):
-        connect(config.training(minibatch_size=17))
-    connect(config.training(minibatch_size=18)).validate()
+    with pytest.raises(ValueError, match="`minibatch_size` is 16, but must be at least 17"):
+        connect(config.training(minibatch_size=16))
+    connect(config.training(minibatch_size=17)).validate()
 
 
 def test_minibatches_need_a_fragment_length_in_numbers(config):

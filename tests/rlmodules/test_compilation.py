@@ -301,7 +301,7 @@ def ppo(**settings):
                 module_class=DeepLinearAttentionRLModule, model_config={**SMALL, **settings}
             )
         )
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     ).build_algo()
 
 
@@ -372,7 +372,7 @@ def test_appo_needs_one_graph_a_direction(graphs, monkeypatch):
             )
         )
         .reporting(min_time_s_per_iteration=0)
-        .debugging(seed=0)
+        .debugging(seed=0, log_sys_usage=False)
     )
     algorithm = connect(config).build_algo()
     try:
