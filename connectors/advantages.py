@@ -101,7 +101,9 @@ class ComputeAdvantages(ConnectorV2):
         layout = RowLayout(lengths, int(values.shape[1])) if values.ndim == 2 else None
 
         def steps(column: torch.Tensor) -> np.ndarray:
-            array = column.detach().cpu().numpy()
+            column = column.detach().cpu()
+            # numpy knows no bfloat16, which autocast may leave.
+            array = (column.float() if column.is_floating_point() else column).numpy()
             return array if layout is None else layout.unpad(array)
 
         values_of_steps = steps(values)

@@ -4,12 +4,13 @@ import copy
 
 import numpy as np
 import pytest
+import torch
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.utils.minibatch_utils import ShardEpisodesIterator
 
-from connectors import connect
+from connectors import MemoryPPOTorchLearner, connect
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 from tests.envs import RandomObservations
 
@@ -128,17 +129,30 @@ def count_compiled(learner):
     return sum(block in compilation._compiled for block in blocks)
 
 
-@pytest.mark.gpu
-def test_two_gpus():
-    """nccl, one GPU a Learner: weights stay equal and finite."""
-    import torch
+class AutocastLearner(MemoryPPOTorchLearner):
+    """Computes in bfloat16 where torch's autocast allows it. RLlib has no setting for that."""
 
-    if torch.cuda.device_count() < 2:
+    def update(self, **kwargs):
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16):
+            return super().update(**kwargs)
+
+
+@pytest.mark.parametrize("learner_class", [MemoryPPOTorchLearner, AutocastLearner])
+@pytest.mark.parametrize(
+    "num_gpus", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.gpu)]
+)
+def test_two_learners_in_half_precision_and_on_gpus(learner_class, num_gpus):
+    """gloo on CPUs, nccl on GPUs: weights stay equal and finite."""
+    if torch.cuda.device_count() < 2 * num_gpus:
         pytest.skip("needs two GPUs")
-    algorithm = connect(ppo(2).learners(num_gpus_per_learner=1)).build_algo()
-    for _ in range(3):
-        algorithm.train()
+    config = ppo(2).learners(num_gpus_per_learner=num_gpus, learner_class=learner_class)
+    algorithm = connect(config).build_algo()
+    before = of_all_learners(algorithm, weights)[0][DEFAULT_MODULE_ID]
+    for _ in range(2):
+        result = algorithm.train()["learners"]
     assert_equal_everywhere(algorithm)
-    (state, _) = of_all_learners(algorithm, weights)
+    after = of_all_learners(algorithm, weights)[0][DEFAULT_MODULE_ID]
     algorithm.stop()
-    assert all(np.isfinite(value).all() for value in state[DEFAULT_MODULE_ID].values())
+    assert result["__all_modules__"]["num_nonfinite_gradients"] == 0
+    assert all(np.isfinite(value).all() for value in after.values())
+    assert any(not np.array_equal(before[key], after[key]) for key in after)
