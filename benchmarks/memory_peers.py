@@ -1,5 +1,6 @@
 """The memories of this package, RLlib's old GTrXL and torch's LSTM, in equal size."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -87,12 +88,17 @@ PEERS: dict[str, Callable[[int], nn.Module]] = {
 
 def of_equal_size(build: Callable[[int], nn.Module]) -> nn.Module:
     """The module whose number of parameters is closest to `NUM_PARAMETERS`."""
+    return build(_best_width(build))
+
+
+@functools.cache
+def _best_width(build: Callable[[int], nn.Module]) -> int:
     width = 2
     while count(build(width)) < NUM_PARAMETERS:
         width *= 2
     # The size grows with the width: the best one lies between the last two.
-    candidates = [build(w) for w in range(width // 2, width + 1, 2)]
-    return min(candidates, key=lambda module: abs(math.log(count(module) / NUM_PARAMETERS)))
+    candidates = range(width // 2, width + 1, 2)
+    return min(candidates, key=lambda w: abs(math.log(count(build(w)) / NUM_PARAMETERS)))
 
 
 def count(module: nn.Module) -> int:

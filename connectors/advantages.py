@@ -18,6 +18,7 @@ from ray.rllib.utils.annotations import override
 
 from connectors.agents import agents_by_module
 from connectors.layout import RowLayout
+from connectors.validation import device_of
 
 
 class ComputeAdvantages(ConnectorV2):
@@ -77,7 +78,7 @@ class ComputeAdvantages(ConnectorV2):
                 continue
             lengths = [len(episode) for episode in agents[module_id]]
             results[module_id] = self._compute(module, module_batch, lengths)
-        moments = _moments(results, list(rl_module.keys()))
+        moments = _moments(results, rl_module)
         for module_id, steps in results.items():
             mean, std = moments[module_id]
             for column, data in (
@@ -142,11 +143,14 @@ def _keep_rows(batch: dict[str, Any], kept: np.ndarray) -> dict[str, Any]:
     return tree.map_structure(lambda column: column[kept], batch)
 
 
-def _moments(results: dict[str, _Steps], names: list[str]) -> dict[str, tuple[float, float]]:
+def _moments(
+    results: dict[str, _Steps], rl_module: MultiRLModule
+) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of each module's advantages, over the steps of all Learners.
 
     With moments of their own, Learners would weigh the same step differently.
     """
+    names = list(rl_module.keys())
     sums = np.zeros((len(names), 3))
     for row, name in zip(sums, names, strict=True):
         if name in results:
@@ -154,10 +158,7 @@ def _moments(results: dict[str, _Steps], names: list[str]) -> dict[str, tuple[fl
             row[:] = len(kept), kept.sum(), (kept**2).sum()
     if torch.distributed.is_initialized():
         # A Learner that has no steps of a module takes part all the same.
-        device = torch.device("cpu")
-        if torch.distributed.get_backend() == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        shared = torch.from_numpy(sums).to(device)
+        shared = torch.from_numpy(sums).to(device_of(rl_module[names[0]].unwrapped()))
         torch.distributed.all_reduce(shared)
         sums = shared.cpu().numpy()
     counts = sums[:, 0].clip(min=1)

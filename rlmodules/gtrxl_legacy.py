@@ -78,10 +78,10 @@ def _convert(module: GTrXLRLModule, rest: dict[str, Tensor]) -> dict[str, Tensor
         for kind in ("weight", "bias"):
             state[f"{ours}.{kind}"] = rest.pop(f"{theirs}._model.0.{kind}")
 
-    for name, layer in module.core.encoder.mlp.named_children():
-        if isinstance(layer, nn.Linear):
-            depth = sum(name.startswith("core.encoder") for name in state) // 2
-            take_linear(f"core.encoder.mlp.{name}", f"_hidden_layers.{depth}")
+    layers = module.core.encoder.mlp.named_children()
+    linear = [name for name, layer in layers if isinstance(layer, nn.Linear)]
+    for depth, name in enumerate(linear):
+        take_linear(f"core.encoder.mlp.{name}", f"_hidden_layers.{depth}")
     take_linear("core.memory.project", "linear_layer")
     for unit in range(module.model_config["num_layers"]):
         ours = f"core.memory.units.{unit}"

@@ -139,12 +139,20 @@ class AutocastLearner(MemoryPPOTorchLearner):
 
 @pytest.mark.parametrize("learner_class", [MemoryPPOTorchLearner, AutocastLearner])
 @pytest.mark.parametrize(
-    "num_gpus", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.gpu)]
+    "num_gpus",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(
+            1,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+            ],
+        ),
+    ],
 )
 def test_two_learners_in_half_precision_and_on_gpus(learner_class, num_gpus):
     """gloo on CPUs, nccl on GPUs: weights stay equal and finite."""
-    if torch.cuda.device_count() < 2 * num_gpus:
-        pytest.skip("needs two GPUs")
     config = ppo(2).learners(num_gpus_per_learner=num_gpus, learner_class=learner_class)
     algorithm = connect(config).build_algo()
     before = of_all_learners(algorithm, weights)[0][DEFAULT_MODULE_ID]

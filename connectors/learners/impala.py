@@ -18,7 +18,7 @@ class MemoryIMPALATorchLearner(MemoryLearnerMixin, IMPALATorchLearner):
 
     The loss is RLlib's; that it bootstraps right is up to the rows (see `BuildTrainBatch`). Beyond
     `MemoryLearnerMixin`, rows may also be shuffled where an aggregator actor built them or where
-    they were moved to a GPU, and an epoch over the whole batch is one update.
+    they were moved to a GPU.
     """
 
     # A private method of Ray 2.60: the only one that sees each batch after the conversions that
@@ -29,7 +29,4 @@ class MemoryIMPALATorchLearner(MemoryLearnerMixin, IMPALATorchLearner):
         for module_batch in batch.policy_batches.values():
             if Columns.STATE_IN in module_batch:
                 module_batch.zero_padded = True
-        if self.config.minibatch_size is None and self.config.num_epochs != 1:
-            # RLlib takes the environment steps for the size of a minibatch that is to be all rows.
-            batch.count = max(len(rows) for rows in batch.policy_batches.values())
         return batch

@@ -70,7 +70,6 @@ def test_minibatches_have_about_their_size():
 def test_order_changes_only_if_asked():
     (first, *_), _ = iterate({"a": rows(9)}, shuffle=False)
     assert first.policy_batches["a"]["row"][:, 0].tolist() == list(range(2))
-    np.random.seed(0)  # noqa: NPY002 - RLlib shuffles with it
     (first, *_), _ = iterate({"a": rows(9)})
     assert first.policy_batches["a"]["row"][:, 0].tolist() != list(range(2))
 

@@ -28,6 +28,7 @@ from ray.rllib.offline.offline_prelearner import OfflinePreLearner
 from connectors import (
     AddPreviousActionsRewards,
     MemoryMARWILTorchLearner,
+    MemoryPolicy,
     RecordingEnvRunner,
     StateSnapshot,
     connect,
@@ -437,10 +438,21 @@ def test_bc_clones_a_policy_that_remembers(tmp_path):
         for _ in range(40):
             result = algorithm.train()
             losses.append(float(result["learners"]["default_policy"]["policy_loss"]))
+        checkpoint = algorithm.save_to_path(str(tmp_path / "checkpoint"))
     finally:
         algorithm.stop()
     assert result["evaluation"]["env_runners"]["episode_return_mean"] == 1.0
     assert losses[-1] < 0.5 * losses[0]
+    policy = MemoryPolicy.from_checkpoint(checkpoint)
+    for seed in range(6):
+        env = Recall()
+        observation, _ = env.reset(seed=seed)
+        over = False
+        while not over:
+            action = policy.act(observation)
+            observation, reward, over, *_ = env.step(action)
+        policy.reset()
+        assert reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.dqn import DQNConfig
+from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.sac import SACConfig
 from ray.rllib.connectors.env_to_module import FlattenObservations, MeanStdFilter
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
 
 from connectors import AddPreviousActionsRewards, MemoryPolicy, connect
 from rlmodules import (
@@ -145,7 +147,21 @@ def with_previous():
     return deep(AddPreviousActionsRewards)
 
 
-CONFIGS = [with_previous, gtrxl, lstm, connected_lstm, stateless, dqn, sac]
+def vtrace(config_class):
+    module = spec(DeepLinearAttentionRLModule, DeepLinearAttentionConfig(**SMALL))
+    config = base(config_class).training(train_batch_size_per_learner=128)
+    return connect(config.learners(num_learners=0).rl_module(rl_module_spec=module))
+
+
+def appo():
+    return vtrace(APPOConfig)
+
+
+def impala():
+    return vtrace(IMPALAConfig)
+
+
+CONFIGS = [with_previous, gtrxl, lstm, connected_lstm, stateless, dqn, sac, appo, impala]
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +175,9 @@ def checkpoints(tmp_path_factory):
             algorithm.train()
             path = algorithm.save_to_path(str(tmp_path_factory.mktemp(build.__name__)))
             runner = algorithm.env_runner
+            # IMPALA's Learner may have gone on since it sent weights.
+            saved = RLModule.from_checkpoint(f"{path}/{MODULE}")
+            runner.module.set_state(saved.get_state(inference_only=True))
             for piece in runner._env_to_module.connectors:
                 if isinstance(piece, MeanStdFilter):
                     piece._update_stats = False
