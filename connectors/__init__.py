@@ -2,7 +2,7 @@
 
 from connectors.advantages import ComputeAdvantages
 from connectors.connect import connect
-from connectors.divisible import DivisibleEpisode, MemoryMultiAgentEnvRunner
+from connectors.divisible import DivisibleEpisode
 from connectors.env_to_module import BuildModuleBatch
 from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
@@ -16,6 +16,7 @@ from connectors.learners import (
     MemorySACTorchLearner,
 )
 from connectors.module_to_env import SampleActions
+from connectors.multi_agent_runner import MemoryMultiAgentEnvRunner
 from connectors.policy import MemoryPolicy
 from connectors.previous_steps import AddPreviousActionsRewards
 from connectors.recording import RecordingEnvRunner

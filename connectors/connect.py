@@ -19,12 +19,12 @@ from ray.rllib.connectors.module_to_env import (
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 
 from connectors.algorithms import learner_class, support_for
-from connectors.divisible import MemoryMultiAgentEnvRunner
 from connectors.env_to_module import BuildModuleBatch, MapSpaces
 from connectors.format_actions import FormatActions
 from connectors.learner import BuildTrainBatch
 from connectors.module_specs import validated_row_lengths
 from connectors.module_to_env import SampleActions
+from connectors.multi_agent_runner import MemoryMultiAgentEnvRunner
 from connectors.recording import record_without_states
 
 Piece = TypeVar("Piece", bound=ConnectorV2)
@@ -78,7 +78,7 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     _check_trials(config, episodes_per_trial)
     support.prepare(config, validated_row_lengths(config))
     record_without_states(config)
-    _make_episodes_divisible(config)
+    _set_multi_agent_runner(config)
 
     user = _user_builders(config)
     config.env_runners(
@@ -128,14 +128,14 @@ def _wrap(build: Callable, user: Callable | None, **kwargs: Any) -> Callable:
     return partial(build, user, **kwargs)
 
 
-def _make_episodes_divisible(config: AlgorithmConfig) -> None:
-    """With several Learners, sets the EnvRunner whose multi-agent episodes can be shared out."""
-    if not config.is_multi_agent or (config.num_learners or 0) < 2:
+def _set_multi_agent_runner(config: AlgorithmConfig) -> None:
+    """Sets our EnvRunner; one of the user's can stay where episodes are not shared out."""
+    if not config.is_multi_agent:
         return
     current = config.env_runner_cls
     if current is None or issubclass(MemoryMultiAgentEnvRunner, current):
         config.env_runners(env_runner_cls=MemoryMultiAgentEnvRunner)
-    elif not issubclass(current, MemoryMultiAgentEnvRunner):
+    elif (config.num_learners or 0) > 1 and not issubclass(current, MemoryMultiAgentEnvRunner):
         raise ValueError(
             f"`env_runner_cls` is `{current.__name__}`, whose episodes of several agents cannot be "
             "shared out over several Learners. Derive it from `MemoryMultiAgentEnvRunner`, or use "

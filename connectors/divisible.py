@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.utils.annotations import override
 
@@ -42,16 +41,3 @@ class DivisibleEpisode(MultiAgentEpisode):
             steps.multi_agent_episode_id = self.id_
             part.agent_episodes[agent_id] = steps
         return part
-
-
-class MemoryMultiAgentEnvRunner(MultiAgentEnvRunner):
-    """RLlib's EnvRunner for several agents; its episodes can be shared out over Learners."""
-
-    @override(MultiAgentEnvRunner)
-    def sample(self, **kwargs: Any) -> list[DivisibleEpisode]:
-        """Samples as RLlib's does."""
-        episodes: list[Any] = super().sample(**kwargs)
-        for episode in episodes:
-            # RLlib's EnvRunner decides on the class of its episodes, and has no setting for it.
-            episode.__class__ = DivisibleEpisode
-        return episodes

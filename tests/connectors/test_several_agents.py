@@ -217,6 +217,65 @@ def test_random_actions_in_between():
     assert max(logp_errors(config, runner, episodes).values()) <= 1e-5
 
 
+class CountConversions:
+    """Counts how often RLlib and we convert the same episode to numpy."""
+
+    def __init__(self, monkeypatch):
+        self.counts = {}
+        original = MultiAgentEpisode.to_numpy
+
+        def to_numpy(episode):
+            self.counts[id(episode)] = self.counts.get(id(episode), 0) + 1
+            return original(episode)
+
+        monkeypatch.setattr(MultiAgentEpisode, "to_numpy", to_numpy)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("schedule", ["together", "rates"])
+def test_env_runner_samples_and_reports_what_rllibs_does(schedule, monkeypatch):
+    conversions = CountConversions(monkeypatch)
+    samples, metrics, most_conversions, seen = [], [], [], []
+    for runner_class in (MultiAgentEnvRunner, MemoryMultiAgentEnvRunner):
+        config = ppo(schedule=schedule).debugging(seed=3)
+        config.callbacks(
+            on_sample_end=lambda env_runner, metrics_logger, samples, **kwargs: seen.append(
+                all(episode.is_numpy for episode in samples)
+            )
+        )
+        torch.manual_seed(0)
+        runner = runner_class(config=config)
+        torch.manual_seed(1)
+        conversions.counts.clear()
+        chunks = runner.sample(num_timesteps=60)
+        most_conversions.append(max(conversions.counts.values()))
+        chunks += runner.sample(num_timesteps=60)
+        samples.append(chunks)
+        first = runner.get_metrics()
+        runner.sample(num_episodes=3)
+        metrics.append([first, runner.get_metrics()])
+    assert seen == [True] * 6
+    # RLlib repeats the work; should it no longer, our EnvRunner need not step in.
+    assert most_conversions[0] > most_conversions[1] == 1
+
+    theirs, ours = samples
+    assert len(theirs) == len(ours)
+    for a, b in zip(theirs, ours, strict=True):
+        assert (len(a), a.env_t_started, a.is_done) == (len(b), b.env_t_started, b.is_done)
+        assert a.agent_episodes.keys() == b.agent_episodes.keys()
+        for agent_id, agent in a.agent_episodes.items():
+            other = b.agent_episodes[agent_id]
+            for get in ("get_observations", "get_actions", "get_rewards"):
+                np.testing.assert_array_equal(getattr(agent, get)(), getattr(other, get)())
+    for expected, reported in zip(*metrics, strict=True):
+        assert expected.keys() == reported.keys()
+        counted = [key for key in expected if key.startswith("num_")]
+        assert len(counted) >= 8
+        for key in counted:
+            values = [tree.map_structure(lambda s: s.peek(), m[key]) for m in (expected, reported)]
+            tree.map_structure(np.testing.assert_array_equal, *values)
+
+
 @pytest.mark.ray
 def test_parts_of_an_episode_hold_all_steps():
     config = ppo(schedule="rates", num_envs=1, num_learners=2)
