@@ -38,7 +38,7 @@ class MemoryMultiAgentEnvRunner(MultiAgentEnvRunner):
     """
 
     def __init__(self, **kwargs: Any):
-        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._counts: Counter[tuple[Any, ...]] = Counter()
         super().__init__(**kwargs)
 
     # RLlib 2.60 has no public hook for any of this. Tests compare metrics and episodes with those
