@@ -288,25 +288,3 @@ class SampledObservations(gym.Env):
         mask = self.np_random.integers(0, 2, size).astype(np.int8)
         mask[self.np_random.integers(size)] = 1
         return mask
-
-
-class Recall(gym.Env):
-    """Shows one of two cues in the first of 8 steps; the last action should name it."""
-
-    observation_space = gym.spaces.Box(0.0, 1.0, (3,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self, config=None):
-        super().__init__()
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        self.cue = int(self.np_random.integers(2))
-        return np.eye(3, dtype=np.float32)[self.cue], {}
-
-    def step(self, action):
-        self.t += 1
-        over = self.t == 8
-        reward = float(over and action == self.cue)
-        return np.float32([0, 0, 1]), reward, over, False, {}
