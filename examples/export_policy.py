@@ -19,7 +19,7 @@ Checkpoints are those of `examples.train_popgym` with one of this package's memo
 Results to expect
 -----------------
 The default run of `examples.train_popgym` scores a mean return of 0.97 in all three ways.
-`policy.onnx` has 333 KiB, `policy.pt2` 533 KiB. The command takes ten seconds.
+`policy.onnx` has 329 KiB, `policy.pt2` 533 KiB. The command takes ten seconds.
 """
 
 import argparse
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-episodes", type=int, default=100)
     args = parser.parse_args(argv)
     # RLlib's warnings about its own constructors.
-    logging.getLogger("ray.rllib").setLevel(logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.ERROR)
     checkpoint = args.checkpoint or last_checkpoint(Path("runs"))
     if checkpoint is None:
         parser.error("no checkpoint in runs/. Train one: python -m examples.train_popgym")

@@ -51,7 +51,6 @@ def export_onnx(module: TorchRLModule, path: str | PathLike[str]) -> None:
     """
     try:
         import onnx
-        import onnx_ir.passes.common
         import onnxscript  # noqa: F401 - torch needs it
     except ImportError as error:
         raise ImportError(
@@ -70,12 +69,15 @@ def export_onnx(module: TorchRLModule, path: str | PathLike[str]) -> None:
             dynamic_shapes=({name: {0: "batch"} for name in inputs},),
             verbose=False,
         )
-    # PyTorch's notes on where each node comes from make up most of a small file.
-    onnx_ir.passes.common.ClearMetadataAndDocStringPass()(exported.model)
+    proto = exported.model_proto
+    graph = proto.graph
+    # What PyTorch notes on each makes up most of a small file.
+    for part in (*graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
+        part.ClearField("metadata_props")
     metadata = _metadata(step, inputs, outputs)
-    exported.model.metadata_props.update({k: json.dumps(v) for k, v in metadata.items()})
-    onnx.checker.check_model(exported.model_proto, full_check=True)
-    exported.save(path)
+    onnx.helper.set_model_props(proto, {k: json.dumps(v) for k, v in metadata.items()})
+    onnx.checker.check_model(proto, full_check=True)
+    onnx.save(proto, path)
 
 
 def export_torch(module: TorchRLModule, path: str | PathLike[str]) -> None:
@@ -100,9 +102,9 @@ def export_torch(module: TorchRLModule, path: str | PathLike[str]) -> None:
 
 def _trace(step: StepModel) -> tuple[ExportedProgram, dict[str, Tensor], dict[str, Tensor]]:
     """The step as a graph, with examples of its inputs and outputs."""
-    inputs = step.example()
-    shapes = {name: {0: torch.export.Dim("batch")} for name in inputs}
     with _explained(step), _quiet(), torch.no_grad():
+        inputs = step.example()
+        shapes = {name: {0: torch.export.Dim("batch")} for name in inputs}
         outputs = step(inputs)
         program = torch.export.export(step, (inputs,), dynamic_shapes=(shapes,))
     # PyTorch's notes on where nodes come from: half of a small file, and paths of this machine.

@@ -99,7 +99,7 @@ class StepModel(nn.Module):
             tree.flatten(self._action_spaces),
             strict=True,
         )
-        leaves = [for_environment(action.squeeze(1), space) for action, space in actions]
+        leaves = [_for_environment(action.squeeze(1), space) for action, space in actions]
         step = dict(zip(self._action_names, leaves, strict=True))
         if Columns.ACTION_DIST_INPUTS in outputs:
             step[Columns.ACTION_DIST_INPUTS] = outputs[Columns.ACTION_DIST_INPUTS].squeeze(1)
@@ -118,9 +118,11 @@ class StepModel(nn.Module):
         return dist.to_deterministic().sample()
 
 
-def for_environment(action: Tensor, space: gym.Space) -> Tensor:
+def _for_environment(action: Tensor, space: gym.Space) -> Tensor:
     """Unsquashes an action, as RLlib's `unsquash_action` does with numpy arrays."""
     if not isinstance(space, gym.spaces.Box) or not space.is_bounded():
+        return action
+    if space.dtype not in (np.float32, np.float64):
         return action
     low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
     return (low + (action + 1.0) * (high - low) / 2.0).clamp(low, high)
