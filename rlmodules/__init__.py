@@ -2,6 +2,7 @@
 
 from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
+from rlmodules.export import export_onnx, export_torch
 from rlmodules.gtrxl import GTrXLConfig, GTrXLQRLModule, GTrXLRLModule, GTrXLSACRLModule
 from rlmodules.gtrxl_legacy import load_legacy_weights
 from rlmodules.linear_attention import (
@@ -34,5 +35,7 @@ __all__ = [
     "MemoryQRLModule",
     "MemoryRLModule",
     "MemorySACRLModule",
+    "export_onnx",
+    "export_torch",
     "load_legacy_weights",
 ]

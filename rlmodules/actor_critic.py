@@ -1,7 +1,7 @@
 """Policy and value function around a memory, for PPO and its relatives."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from ray.rllib.core.columns import Columns
@@ -97,6 +97,15 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
             Columns.ACTION_DIST_INPUTS: self._masked(self.policy_head(features), obs),
             Columns.EMBEDDINGS: critic_features,
         }
+
+    @override(BaseMemoryRLModule)
+    def acting_copy(self) -> Self:
+        """A copy that acts as this module does, without the critic and its state."""
+        acting = super().acting_copy()
+        if not self.memory_config.vf_share_layers:
+            acting.memory_config.vf_share_layers = True
+            del acting.critic_core
+        return acting
 
     def _masked(self, inputs: Tensor, obs: Any) -> Tensor:
         """The distribution inputs without actions that the observations do not allow."""

@@ -1,8 +1,9 @@
 """What all RLModules with memory share: their core, their states, strict weights."""
 
 import abc
+import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ray.rllib.core.rl_module.apis import InferenceOnlyAPI
 from ray.rllib.core.rl_module.torch import TorchRLModule
@@ -72,6 +73,14 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         for core in self.children():
             if isinstance(core, MemoryCore):
                 compile_blocks(core.memory.compilable(), self.memory_config.compile, device)
+
+    def acting_copy(self) -> Self:
+        """A copy that acts as this module does, without what serves training only."""
+        acting = copy.deepcopy(self)
+        for name in acting.get_non_inference_attributes():
+            if hasattr(acting, name):
+                delattr(acting, name)
+        return acting
 
     @override(TorchRLModule)
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -238,7 +238,9 @@ class _Base2(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         # A step is a non-negative int64: bit 63 is never set, and no shift may go beyond it.
         bits = torch.arange(self._size, device=t.device).clamp(max=63)
-        return ((t.unsqueeze(-1) >> bits) & 1).to(torch.get_default_dtype())
+        # Not `>>`: PyTorch's exporter to ONNX does not know it.
+        shifted = torch.bitwise_right_shift(t.unsqueeze(-1), bits)
+        return (shifted & 1).to(torch.get_default_dtype())
 
 
 class _Time2Vec(nn.Module):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import gymnasium as gym
 import torch
@@ -156,6 +156,17 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
             "logp_next_resampled": next_logp.roll(-1, dims=1),
             QF_TARGET_NEXT: next_q.roll(-1, dims=1),
         }
+
+    @override(BaseMemoryRLModule)
+    def acting_copy(self) -> Self:
+        """A copy that acts as this module does, without the Q-functions and their state."""
+        acting = super().acting_copy()
+        if not self.memory_config.vf_share_layers:
+            # Where layers are shared, the policy reads the memory of this name.
+            acting.memory_config.vf_share_layers = True
+            acting.qf_encoder = acting.pi_encoder
+            del acting.pi_encoder
+        return acting
 
     @override(QNetAPI)
     def compute_q_values(self, batch: Mapping[str, Any]) -> Tensor:
