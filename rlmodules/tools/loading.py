@@ -23,12 +23,12 @@ def load_object(text: str) -> Any:
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
         raise ValueError(
-            f"{text!r} is neither a checkpoint's folder nor the place of an object. Give a folder, "
+            f"`{text}` is neither a checkpoint's folder nor the place of an object. Give a folder, "
             "`package.module:name` or `path.py:name`."
         )
     module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     if not hasattr(module, name):
-        raise ValueError(f"{place!r} has no {name!r}. Name a variable, function or class in it.")
+        raise ValueError(f"`{place}` has no `{name}`. Name a variable, function or class in it.")
     return getattr(module, name)
 
 
@@ -42,7 +42,7 @@ def load_config(text: str) -> AlgorithmConfig:
     config = found if isinstance(found, AlgorithmConfig) or not callable(found) else found()
     if not isinstance(config, AlgorithmConfig):
         raise ValueError(
-            f"{text!r} is or returns a {type(config).__name__}, but must be an AlgorithmConfig or "
+            f"`{text}` is or returns a {type(config).__name__}, but must be an AlgorithmConfig or "
             "a function without arguments that returns one."
         )
     return config
@@ -74,13 +74,13 @@ def _import(name: str) -> Any:
         if error.name is None or not (name + ".").startswith(error.name + "."):
             raise  # something that the module itself imports
         raise ValueError(
-            f"There is no module {name!r}. Install it, or run from the folder that it is in."
+            f"There is no module `{name}`. Install it, or run from the folder that it is in."
         ) from error
 
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"There is no file {str(path)!r}. Give a path from here, or a whole one.")
+        raise ValueError(f"There is no file `{path}`. Give a path from here, or a whole one.")
     # As `python path.py` does: files beside it can be imported.
     sys.path.insert(0, str(path.parent.absolute()))
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
