@@ -104,3 +104,9 @@ def _clear_errors(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=name) from error
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"It needs what cannot be imported here: {error}. Run from the folder that it was made "
+            "in, or add that to PYTHONPATH.",
+            param_hint=name,
+        ) from error

@@ -26,41 +26,47 @@ def parameters(module: Any) -> dict[str, Any]:
 
     Cores count as two parts, encoder and memory. Target networks are not among them.
     """
+    parts: dict[str, int] = {}
+    inference_only = 0
     has_inference_copy = issubclass(type(module), InferenceOnlyAPI)
     training_only = module.get_non_inference_attributes() if has_inference_copy else []
-    parts: dict[str, int] = {}
-    inference = 0
-    for name, child in module.named_children():
-        for part, layer in _parts(name, child):
-            parts[part] = _count(layer)
+    for name, layers in _layers(module).items():
+        numbers = {part: sum(x.numel() for x in layer) for part, layer in layers.items()}
+        parts.update(numbers)
         if name not in training_only:
-            inference += _count(child)
-    return {"total": _count(module), "inference_only": inference, "parts": parts}
+            inference_only += sum(numbers.values())
+    return {"total": sum(parts.values()), "inference_only": inference_only, "parts": parts}
 
 
-def _parts(name: str, child: nn.Module) -> list[tuple[str, nn.Module]]:
-    if isinstance(child, MemoryCore):
-        return [(f"{name}.encoder", child.encoder), (f"{name}.memory", child.memory)]
-    return [(name, child)]
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _layers(module: Any) -> dict[str, dict[str, Any]]:
+    """By attribute of the module: the names of its parts and their parameters."""
+    if not isinstance(module, nn.Module):
+        return {}  # RLlib's random policies, for example
+    layers: dict[str, dict[str, Any]] = {}
+    for name, child in module.named_children():
+        if isinstance(child, MemoryCore):
+            parts = {"encoder": child.encoder, "memory": child.memory}
+            layers[name] = {f"{name}.{part}": x.parameters() for part, x in parts.items()}
+        else:
+            layers[name] = {name: child.parameters()}
+    for name, parameter in module.named_parameters(recurse=False):
+        layers[name] = {name: [parameter]}
+    return layers
 
 
 def state(module: Any) -> dict[str, Any]:
     """The leaves of the recurrent state of one row: names, shapes, sizes. Empty without memory."""
     leaves = []
     if module.is_stateful():
-        for path, leaf in tree.flatten_with_path(module.get_initial_state()):
-            array = np.asarray(leaf)
+        for path, value in tree.flatten_with_path(module.get_initial_state()):
+            leaf = torch.as_tensor(value)
             leaves.append(
                 {
                     "name": ".".join(map(str, path)),
-                    "shape": list(array.shape),
-                    "dtype": str(array.dtype),
-                    "numbers": array.size,
-                    "bytes": array.nbytes,
+                    "shape": list(leaf.shape),
+                    "dtype": str(leaf.dtype).removeprefix("torch."),
+                    "numbers": leaf.numel(),
+                    "bytes": leaf.nbytes,
                 }
             )
     return {

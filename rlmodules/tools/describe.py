@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from rlmodules.base import BaseMemoryRLModule
 from rlmodules.compilation import CPU_DELAY, has_toolchain
 from rlmodules.core import MemoryCore
 from rlmodules.tools import costs, sequences
+
+logger = logging.getLogger("rllib_memory")
 
 
 def describe(
@@ -43,31 +46,52 @@ def describe_module(
     module: Any, config: AlgorithmConfig | None, *, connected: bool
 ) -> dict[str, Any]:
     """One module of `describe`."""
+    max_seq_len = None
+    if module.is_stateful():
+        if "max_seq_len" not in (module.model_config or {}):
+            raise ValueError(
+                f"`max_seq_len` is missing in the model config of {type(module).__name__}. Set it "
+                "to the number of timesteps a training row holds, for example 64."
+            )
+        max_seq_len = module.model_config["max_seq_len"]
     facts: dict[str, Any] = {
         "class": f"{type(module).__module__}.{type(module).__qualname__}",
         "memory": _memory(module),
-        "observation_space": str(module.observation_space),
-        "action_space": str(module.action_space),
+        "observation_space": _one_line(module.observation_space),
+        "action_space": _one_line(module.action_space),
         "parameters": costs.parameters(module),
         "state": costs.state(module),
+        "flops_per_step": _flops(module, max_seq_len),
+        "compile": _compile(module, config),
     }
-    max_seq_len = module.model_config["max_seq_len"] if module.is_stateful() else None
     if max_seq_len is not None:
-        rows: dict[str, Any] = {"max_seq_len": max_seq_len, "rows_per_batch": None}
+        size = facts["state"]["bytes"]
+        facts["stored_states"] = sequences.stored_states(config, max_seq_len, size)
         if config is not None:
-            rows = facts["rows"] = sequences.rows(config, max_seq_len, connected)
-        facts["stored_states"] = sequences.stored_states(config, rows, facts["state"]["bytes"])
-    facts["flops_per_step"] = costs.flops(module, max_seq_len)
-    facts["compile"] = _compile(module, config)
-    facts["settings"] = _settings(module)
-    return facts
+            facts["rows"] = sequences.rows(config, max_seq_len, connected)
+    return {**facts, "settings": _settings(module)}
+
+
+def _one_line(space: Any) -> str:
+    return " ".join(str(space).split())
+
+
+def _flops(module: Any, max_seq_len: int | None) -> dict[str, int] | None:
+    try:
+        return costs.flops(module, max_seq_len)
+    except Exception as error:
+        # A module of the user's own may need columns that only its connectors know.
+        logger.warning(
+            "No arithmetic counted: a pass of %s failed: %r", type(module).__name__, error
+        )
+        return None
 
 
 def _memory(module: Any) -> str | None:
     """The class of the memory; of a module that is not ours, that it has one."""
-    for child in module.children():
-        if isinstance(child, MemoryCore):
-            return type(child.memory).__name__
+    for part in vars(module).get("_modules", {}).values():
+        if isinstance(part, MemoryCore):
+            return type(part.memory).__name__
     return "its own" if module.is_stateful() else None
 
 
@@ -89,7 +113,9 @@ def _compile(module: Any, config: AlgorithmConfig | None) -> dict[str, Any] | No
 def _settings(module: Any) -> list[dict[str, Any]]:
     """Every field of the module's config. Modules that are not ours: their model config."""
     if not isinstance(module, BaseMemoryRLModule):
-        return [{"name": name, "value": value} for name, value in module.model_config.items()]
+        return [
+            {"name": name, "value": value} for name, value in (module.model_config or {}).items()
+        ]
     settings = []
     for field in dataclasses.fields(module.memory_config):
         value = getattr(module.memory_config, field.name)

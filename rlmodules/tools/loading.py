@@ -83,8 +83,8 @@ def _load_file(path: Path) -> Any:
         raise ValueError(f"There is no file `{path}`. Give a path from here, or a whole one.")
     # As `python path.py` does: files beside it can be imported.
     sys.path.insert(0, str(path.parent.absolute()))
-    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    # Under its path, which no other module has for a name.
+    spec: Any = importlib.util.spec_from_file_location(str(path), path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -56,6 +56,8 @@ def make_env(config: AlgorithmConfig | None, name: str | None) -> gym.Env:
     elif name.rpartition(":")[2].isidentifier() and ":" in name:
         env = load_object(name)
     context = EnvContext(env_config, worker_index=0)
+    # Private in Ray 2.60, which has no other way to ask for what `register_env` was given. A test
+    # fails if Ray renames it.
     if not callable(env) and _global_registry.contains(ENV_CREATOR, env):
         env = _global_registry.get(ENV_CREATOR, env)
     if callable(env):

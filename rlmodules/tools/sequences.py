@@ -103,26 +103,27 @@ def num_fragments(config: AlgorithmConfig) -> int:
 
 
 def stored_states(
-    config: AlgorithmConfig | None, facts: dict[str, Any], state_bytes: int
-) -> dict[str, Any]:
-    """Bytes of states in the episodes of a row and of a train batch, in the two ways to store them.
+    config: AlgorithmConfig | None, max_seq_len: int, state_bytes: int
+) -> dict[str, dict[str, int]]:
+    """Bytes of states in episodes, in the two ways to store them.
 
     Args:
         config: The algorithm's config, None for a module alone.
-        facts: What `rows` returned.
+        max_seq_len: Steps T of a row.
         state_bytes: Bytes of one state.
 
     Returns:
-        `connect`: one state a row. `rllib`: one a step.
+        `per_row`, and `per_train_batch` where that does not depend on the data; in each `connect`,
+        one state a row, and `rllib`, one a step.
     """
-    T, num_rows = facts["max_seq_len"], facts["rows_per_batch"]
-    stored = {"per_row": {"connect": state_bytes, "rllib": T * state_bytes}}
-    if config is not None and num_rows is not None and not replays(config):
-        steps = num_fragments(config) * config.get_rollout_fragment_length()
-        stored["per_train_batch"] = {
-            "connect": num_rows * state_bytes,
-            "rllib": steps * state_bytes,
-        }
+    stored = {"per_row": {"connect": state_bytes, "rllib": max_seq_len * state_bytes}}
+    if config is None or config.is_offline or config.is_multi_agent or replays(config):
+        return stored
+    L, fragments = config.get_rollout_fragment_length(), num_fragments(config)
+    stored["per_train_batch"] = {
+        "connect": fragments * math.ceil((L + 1) / max_seq_len) * state_bytes,
+        "rllib": fragments * L * state_bytes,
+    }
     return stored
 
 

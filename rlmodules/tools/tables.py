@@ -21,125 +21,116 @@ def print_description(description: Facts, console: Console) -> None:
 
 def print_look_back(rows: list[Facts], console: Console) -> None:
     """Prints how far back heads look, a line a head."""
-    shares = [key for key in rows[0] if key.startswith("share_")]
-    table = _table(
-        "layer", "head", "mean look-back", *(key.split("_")[-1] + " back" for key in shares)
-    )
+    reaches = [key for key in rows[0] if key.startswith("share_within_")]
+    names = (f"within {key.removeprefix('share_within_')}" for key in reaches)
+    table = _table("layer", "head", "mean look-back", *names)
     for row in rows:
-        table.add_row(
-            row["layer"],
-            str(row["head"]),
-            f"{row['mean_look_back']:.1f} steps",
-            *(f"{row[key]:.0%}" for key in shares),
-        )
+        shares = (f"{row[key]:.0%}" for key in reaches)
+        table.add_row(row["layer"], str(row["head"]), f"{row['mean_look_back']:.1f}", *shares)
     console.print(table)
 
 
 def _algorithm(facts: Facts) -> RenderableType:
     kind = "with `connect`" if facts["connected"] else "on RLlib's default connectors"
-    table = _pairs()
-    for key, value in facts.items():
-        if key not in ("algorithm", "connected"):
-            table.add_row(key, _value(value))
-    return _section(f"{facts['algorithm']}, {kind}", table)
+    shown = {key: facts[key] for key in facts if key not in ("algorithm", "connected")}
+    return Group(Text(f"{facts['algorithm']}, {kind}", "bold"), _known(_pairs(), shown), "")
 
 
 def _module(module_id: str, facts: Facts) -> RenderableType:
-    parts = [_overview(facts), _parameters(facts["parameters"])]
+    tables = [_overview(facts), _parameters(facts["parameters"])]
+    if facts["flops_per_step"] is not None:
+        tables.append(_arithmetic(facts["flops_per_step"]))
     if facts["state"]["leaves"]:
-        parts += [_state(facts["state"]), _stored(facts["stored_states"])]
+        tables += [_state(facts["state"]), _stored(facts["stored_states"])]
     if "rows" in facts:
-        parts.append(_rows(facts["rows"]))
-    parts.append(_settings(facts["settings"]))
-    return _section(f"Module {module_id}", Group(*parts))
+        rows = dict(facts["rows"])
+        if rows["padding"] is not None:
+            rows["padding"] = f"{rows['padding']:.0%}"
+        tables.append(_known(_table("rows, of full fragments", ""), rows))
+    tables.append(_settings(facts["settings"]))
+    spaced = [line for table in tables for line in (table, "")]
+    return Group(Text(f"Module {module_id}", "bold"), *spaced)
 
 
-def _overview(facts: Facts) -> RenderableType:
-    table = _pairs()
-    table.add_row("class", facts["class"])
-    table.add_row("memory", facts["memory"] or "none")
-    table.add_row("observations", facts["observation_space"])
-    table.add_row("actions", facts["action_space"])
-    flops = facts["flops_per_step"]
-    table.add_row(
-        "arithmetic",
-        f"{flops['rollout']:,} FLOPs a step of the rollout, {flops['training']:,} a step of a "
-        "training pass, forward and backward (matrix products and convolutions)",
+def _overview(facts: Facts) -> Table:
+    compiled = facts["compile"]
+    return _known(
+        _pairs(),
+        {
+            "class": facts["class"],
+            "memory": facts["memory"] or "none",
+            "observations": facts["observation_space"],
+            "actions": facts["action_space"],
+            "compile": compiled and f"{compiled['mode']}: {compiled['when']}",
+        },
     )
-    if facts["compile"] is not None:
-        table.add_row("compile", f"{facts['compile']['mode']}: {facts['compile']['when']}")
-    return table
 
 
-def _parameters(facts: Facts) -> RenderableType:
-    table = _table("parameters", "number")
+def _parameters(facts: Facts) -> Table:
+    table = _table("parameters", "")
     for name, number in facts["parts"].items():
         table.add_row(name, f"{number:,}")
     table.add_row("all", f"{facts['total']:,}")
-    table.add_row("without what only training needs", f"{facts['inference_only']:,}")
+    table.add_row("all on an EnvRunner", f"{facts['inference_only']:,}")
     return table
 
 
-def _state(facts: Facts) -> RenderableType:
+def _arithmetic(facts: Facts) -> Table:
+    table = _table("matrix products and convolutions", "FLOPs a step")
+    table.add_row("in the rollout", f"{facts['rollout']:,}")
+    table.add_row("in a training pass, forward and backward", f"{facts['training']:,}")
+    return table
+
+
+def _state(facts: Facts) -> Table:
     table = _table("state", "shape", "dtype", "numbers", "bytes")
     for leaf in facts["leaves"]:
-        table.add_row(
-            leaf["name"],
-            str(tuple(leaf["shape"])),
-            leaf["dtype"],
-            f"{leaf['numbers']:,}",
-            f"{leaf['bytes']:,}",
-        )
+        shape, dtype = str(tuple(leaf["shape"])), leaf["dtype"]
+        table.add_row(leaf["name"], shape, dtype, f"{leaf['numbers']:,}", f"{leaf['bytes']:,}")
     table.add_row("all", "", "", f"{facts['numbers']:,}", f"{facts['bytes']:,}")
     return table
 
 
-def _stored(facts: Facts) -> RenderableType:
-    table = _table("bytes of states in episodes", "connect, once a row", "RLlib, once a step")
+def _stored(facts: Facts) -> Table:
+    table = _table("bytes of states in episodes", "connect: one a row", "RLlib: one a step")
     for key, stored in facts.items():
         table.add_row(key.replace("_", " "), f"{stored['connect']:,}", f"{stored['rllib']:,}")
     return table
 
 
-def _rows(facts: Facts) -> RenderableType:
-    table = _table("rows, from full fragments", "")
-    for key, value in facts.items():
-        if value is None:
-            value = "depends on the data"
-        table.add_row(
-            key, f"{value:.0%}" if key == "padding" and value != str(value) else str(value)
-        )
-    return table
-
-
-def _settings(settings: list[Facts]) -> RenderableType:
-    table = _table("setting", "value", "default, where it differs")
+def _settings(settings: list[Facts]) -> Table:
+    table = Table("setting", "value", "default, where it differs", **_STYLE)
     for setting in settings:
-        name, value = setting["name"], setting["value"]
+        value = setting["value"]
         changed = "default" in setting and setting["default"] != value
-        default = _value(setting["default"]) if changed else ""
-        table.add_row(Text(name, "bold" if changed else ""), _value(value), default)
+        default = _text(setting["default"]) if changed else ""
+        table.add_row(Text(setting["name"], "bold" if changed else ""), _text(value), default)
     return table
 
 
-def _section(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(title, "bold"), body, "")
+_STYLE: Any = {"box": None, "pad_edge": False, "header_style": "underline"}
 
 
 def _pairs() -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
+    return Table(show_header=False, **_STYLE)
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="underline")
-    table.add_column(first, no_wrap=True)
+    """A table with numbers behind the first column."""
+    table = Table(first, **_STYLE)
     for name in others:
-        table.add_column(name, overflow="fold", justify="left")
+        table.add_column(name, justify="right")
     return table
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:,}" if type(value) is int else repr(value)
+def _known(table: Table, facts: Facts) -> Table:
+    """Adds what is known, a line a fact."""
+    for key, value in facts.items():
+        if value is not None:
+            table.add_row(key, _text(value))
+    return table
+
+
+def _text(value: Any) -> Text:
+    """As plain text: brackets are no markup."""
+    return Text(f"{value:,}" if type(value) is int else str(value))

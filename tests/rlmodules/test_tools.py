@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -20,6 +21,8 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
 from ray.rllib.examples.envs.classes.multi_agent import MultiAgentCartPole
+from ray.rllib.examples.rl_modules.classes.random_rlm import RandomRLModule
+from ray.tune.registry import register_env
 from typer.testing import CliRunner
 
 from connectors import connect
@@ -37,10 +40,12 @@ from rlmodules import (
 from rlmodules.memories import DeepLinearAttention
 from rlmodules.tools import costs, drawing, loading, sequences
 from rlmodules.tools.cli import app
+from rlmodules.tools.describe import describe
 from rlmodules.tools.memory_map import MemoryMap, look_back
 
 pytestmark = pytest.mark.ray
 
+ROOT = Path(__file__).parents[2]
 T = 8
 SMALL = {"max_seq_len": T, "d_model": 8, "num_heads": 2, "head_dim": 4, "fcnet_hiddens": [6]}
 SMALL |= {"feedforward_dim": 10, "compile": False}
@@ -89,7 +94,10 @@ def connected():
 
 
 def gtrxl():
-    return connect(ppo(GTrXLRLModule, GTrXLConfig(memory_inference=6, **SMALL)))
+    register_env("endless", Endless)
+    return connect(
+        ppo(GTrXLRLModule, GTrXLConfig(memory_inference=6, **SMALL)).environment("endless")
+    )
 
 
 def popgym_max():
@@ -350,6 +358,41 @@ def test_config_in_a_file(tmp_path):
     assert not facts["algorithm"]["connected"]
 
 
+def test_the_example_of_the_docs():
+    facts = described(ROOT / "docs" / "inspecting.py:config")
+    parts = facts["modules"]["default_policy"]["parameters"]["parts"]
+    assert parts["core.memory"] == parts["critic_core.memory"]
+
+
+class NeedsMore(DefaultPPOTorchRLModule):
+    """A module that reads a column of its own, and has a parameter of its own."""
+
+    def setup(self):
+        super().setup()
+        self.scale = torch.nn.Parameter(torch.ones(7))
+
+    def _forward(self, batch, **kwargs):
+        return super()._forward({**batch, "obs": batch["more"]}, **kwargs)
+
+
+def test_modules_of_other_kinds(caplog):
+    plain = DefaultModelConfig(fcnet_hiddens=[6])
+    (module,) = loading.build_modules(ppo(NeedsMore, plain)).values()
+    (reference,) = loading.build_modules(ppo(DefaultPPOTorchRLModule, plain)).values()
+    facts = describe(None, {"a": module, "b": reference, "c": random_module()})["modules"]
+    assert facts["a"]["flops_per_step"] is None
+    assert "No arithmetic counted" in caplog.text
+    assert facts["a"]["parameters"]["parts"]["scale"] == 7
+    assert facts["a"]["parameters"]["total"] == facts["b"]["parameters"]["total"] + 7
+    assert facts["b"]["flops_per_step"]["rollout"] == 2 * (3 * 6 + 6 * 6 + 6 * 2)
+    assert (facts["c"]["memory"], facts["c"]["parameters"]["total"]) == (None, 0)
+
+
+def random_module():
+    env = Endless()
+    return RandomRLModule(observation_space=env.observation_space, action_space=env.action_space)
+
+
 # Memory maps.
 
 
@@ -460,6 +503,22 @@ def test_maps_that_cannot_be(checkpoints, tmp_path, build, target, options, mess
     assert result.exit_code == 2
     assert message in result.stderr
     assert not (tmp_path / "a").exists()
+
+
+def test_a_checkpoint_of_what_cannot_be_imported(checkpoints, monkeypatch):
+    path, _ = checkpoints(connected)
+    monkeypatch.setitem(sys.modules, __name__, None)
+    for command in ("describe", "memory-map"):
+        result = run(command, path)
+        assert result.exit_code == 2
+        assert "needs what cannot be imported here" in result.stderr
+
+
+def test_no_row_length():
+    (module,) = loading.build_modules(lstm()).values()
+    del module.model_config["max_seq_len"]
+    with pytest.raises(ValueError, match="`max_seq_len` is missing in the model config of Default"):
+        describe(None, {"a": module})
 
 
 def test_a_package_is_missing(monkeypatch):
