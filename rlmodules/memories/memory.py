@@ -93,7 +93,7 @@ class Memory(nn.Module, abc.ABC):
             weights.append(block.attention_weights(*inputs))
 
         for block in memory.modules():
-            if block is not memory and hasattr(block, "attention_weights"):
+            if hasattr(block, "attention_weights") and not isinstance(block, Memory):
                 block.register_forward_pre_hook(record)
         memory(x, state)
         if not weights:

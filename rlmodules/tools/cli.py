@@ -58,7 +58,7 @@ def describe(
     if as_json:
         typer.echo(json.dumps(facts, indent=2, default=str))
     else:
-        tables.print_description(facts, Console(soft_wrap=False, highlight=False))
+        tables.print_description(facts, Console(highlight=False))
 
 
 @app.command()

@@ -132,6 +132,23 @@ def test_other_memories_have_no_weights():
         memory.attention_weights(inputs(7), initial(memory))
 
 
+def test_a_memory_around_a_memory():
+    class Around(Memory):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def initial_state(self):
+            return self.inner.initial_state()
+
+        def forward(self, x, state, *, valid=None, resets=None):
+            return self.inner(2 * x, state, valid=valid, resets=resets)
+
+    memory = MEMORIES["gtrxl"]().double()
+    weights = Around(memory).attention_weights(inputs(7), initial(memory))
+    assert_equal(weights, memory.attention_weights(2 * inputs(7), initial(memory)))
+
+
 def test_compiled_blocks_have_the_same_weights():
     memory = DeepLinearAttention(D, 8, 2, 2, 4, 7).double()
     expected = memory.attention_weights(inputs(7), initial(memory))
