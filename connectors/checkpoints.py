@@ -28,6 +28,7 @@ from ray.rllib.core import (
     COMPONENT_RL_MODULE,
     DEFAULT_MODULE_ID,
 )
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.env import INPUT_ENV_SINGLE_SPACES
 from ray.rllib.utils.checkpoints import Checkpointable
@@ -66,22 +67,52 @@ def load_parts(path: str | Path) -> ActingParts:
     Raises:
         ValueError: if there is neither at `path`, or the Algorithm has several modules.
     """
-    # RLlib reads absolute paths only.
+    path, config = find_checkpoint(path)
+    return _module_parts(_load_module(path)) if config is None else _algorithm_parts(path, config)
+
+
+def load_modules(path: str | Path) -> tuple[AlgorithmConfig | None, dict[str, RLModule]]:
+    """Reads all modules of an Algorithm's checkpoint, or a module's own, without the Algorithm.
+
+    Returns:
+        The Algorithm's config, None if there is only a module; and the modules by ID.
+
+    Raises:
+        ValueError: if there is neither at `path`.
+    """
+    path, config = find_checkpoint(path)
+    folders = [path] if config is None else sorted((path / _MODULES).iterdir())
+    return config, {folder.name: _load_module(folder) for folder in folders if folder.is_dir()}
+
+
+def find_checkpoint(path: str | Path) -> tuple[Path, AlgorithmConfig | None]:
+    """Looks what kind of checkpoint there is.
+
+    Returns:
+        The absolute path, the only kind that RLlib reads; and the config of an Algorithm's
+        checkpoint, None of a module's.
+
+    Raises:
+        ValueError: if there is neither at `path`.
+    """
     path = Path(path).expanduser().absolute()
     info = path / Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
     saved: dict[str, Any] = pickle.loads(info.read_bytes()) if info.is_file() else {"class": None}
     kind = saved["class"]
     if isinstance(kind, type) and issubclass(kind, Algorithm):
         (state,), _ = saved["ctor_args_and_kwargs"]
-        return _algorithm_parts(path, AlgorithmConfig.from_state(state))
-    module = _load_module(path) if isinstance(kind, type) and issubclass(kind, RLModule) else None
-    if module is None or module.observation_space is None or module.action_space is None:
+        return path, AlgorithmConfig.from_state(state)
+    if (
+        not isinstance(kind, type)
+        or not issubclass(kind, RLModule)
+        or issubclass(kind, MultiRLModule)
+    ):
         raise ValueError(
             f"`path` is {str(path)!r}, where there is no checkpoint of an Algorithm or of a single "
             "RLModule. Give the folder that `algo.save_to_path()` returned, or a module's in it, "
             f"{_MODULES / DEFAULT_MODULE_ID}."
         )
-    return _module_parts(module)
+    return path, None
 
 
 def _algorithm_parts(path: Path, config: Any) -> ActingParts:

@@ -65,7 +65,7 @@ def compile_blocks(blocks: list[nn.Module], mode: Compile, device: torch.device)
     """
     if not mode or not blocks:
         return False
-    if mode == "auto" and not (_has_toolchain(device.type) and _runs_long(device.type)):
+    if mode == "auto" and not (has_toolchain(device.type) and _runs_long(device.type)):
         return False
     for block in blocks:
         if block not in _compiled:
@@ -119,7 +119,7 @@ def _first_call() -> float:
 
 
 @functools.cache
-def _has_toolchain(device_type: str) -> bool:
+def has_toolchain(device_type: str) -> bool:
     """Whether the device's compiler exists. Says so once if it does not."""
     if device_type == "cuda":
         compiler, found = "Triton", importlib.util.find_spec("triton") is not None

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlmodules.kernels import relative_attention
-from rlmodules.memories.memory import Memory, State, count_steps, mask_padding
+from rlmodules.memories.memory import Memory, State, count_steps, mask_padding, unit_values
 from rlmodules.memories.stack import run_blocks, stack_initial_states
 
 
@@ -118,29 +118,47 @@ class GTrXLUnit(nn.Module):
         Returns:
             Outputs `(B, T, D)` and the window after each row's last valid step.
         """
-        window = state["window"]
-        normed = F.layer_norm(x.to(window.dtype), x.shape[-1:], eps=self.attention_norm.eps)
-        steps = torch.cat([window, normed], 1)
+        normed, steps = self._steps(x, state)
         if x.shape[1] == 1:
             attended = self._attend_step(normed, steps, span)
         else:
-            reach = self.memory_training + x.shape[1]
-            attended = self._attend_chunk(normed, steps[:, -reach:], span)
+            attended = self._attend_chunk(normed, steps, span)
         x = self.attention_gate(x, F.relu(self.out(attended)))
         x = self.feedforward_gate(x, self.feedforward(x))
         return x, {"window": self._last_steps(steps, valid, filled)}
 
+    def attention_weights(
+        self, x: Tensor, state: State, span: Tensor, valid: Tensor | None, filled: Tensor | None
+    ) -> Tensor:
+        """What heads give to the values of the steps of x, `(B, H, T, T)`; arguments as above.
+
+        The window's steps have the rest: over both, a step's weights sum to 1.
+        """
+        q, k, _, distance_scores = self._chunk_inputs(*self._steps(x, state))
+        scale = self.head_dim**-0.5
+        weights = relative_attention(q, k, unit_values(k), distance_scores, span, scale=scale)
+        return weights[..., -x.shape[1] :]
+
+    def _steps(self, x: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """Normalised inputs `(B, T, D)`, and the same behind the window's `(B, M + T, D)`."""
+        window = state["window"]
+        normed = F.layer_norm(x.to(window.dtype), x.shape[-1:], eps=self.attention_norm.eps)
+        return normed, torch.cat([window, normed], 1)
+
     def _attend_chunk(self, normed: Tensor, steps: Tensor, span: Tensor) -> Tensor:
         """Attention with a key and a value for each step, `(B, T, H K)`."""
+        q, k, v, distance_scores = self._chunk_inputs(normed, steps)
+        out = relative_attention(q, k, v, distance_scores, span, scale=self.head_dim**-0.5)
+        return rearrange(out, "B H T K -> B T (H K)")
+
+    def _chunk_inputs(self, normed: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values of all steps in reach, and scores by distance."""
         weights = self.qkv.weight.split([self.qkv.out_features // 3] * 3)
         q = self._heads(F.linear(self._scaled(normed), weights[0]))
+        steps = steps[:, -(self.memory_training + normed.shape[1]) :]
         kv = F.linear(self._scaled(steps), torch.cat(weights[1:]))
         k, v = (self._heads(x) for x in kv.chunk(2, dim=-1))
-        content = q + self.content_bias[:, None]
-        out = relative_attention(
-            content, k, v, self._distance_scores(q), span, scale=self.head_dim**-0.5
-        )
-        return rearrange(out, "B H T K -> B T (H K)")
+        return q + self.content_bias[:, None], k, v, self._distance_scores(q)
 
     def _attend_step(self, normed: Tensor, steps: Tensor, span: Tensor) -> Tensor:
         """The same for a single step, without the keys and values of the window.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlmodules.kernels import linear_attention, short_convolution
-from rlmodules.memories.memory import Memory, State, count_steps, mask_padding
+from rlmodules.memories.memory import Memory, State, count_steps, mask_padding, unit_values
 from rlmodules.memories.stack import run_blocks, stack_initial_states
 from rlmodules.positions import POSITIONS, PositionalEncoding, rotate, rotation
 
@@ -103,6 +103,44 @@ class LinearAttentionBlock(nn.Module):
         resets: Tensor | None,
     ) -> tuple[Tensor, State]:
         """Runs the block as `Memory.forward`; `turn (B, T, K)` rotates queries and keys."""
+        qk, v, log_decay, new_state = self._project(x, state, turn, valid, resets)
+        out, (new_state["S"], z) = self._attend(qk, v, log_decay, state["S"], state, valid, resets)
+        if self.normalizer == "sum":
+            new_state["z"] = z
+        if self.head_norm is not None:
+            out = self.head_norm(out)
+        x = x + self.out(rearrange(out, "B H T V -> B T (H V)").to(x.dtype))
+        return x + self.feedforward(x), new_state
+
+    def attention_weights(
+        self,
+        x: Tensor,
+        state: State,
+        turn: Tensor | None,
+        valid: Tensor | None,
+        resets: Tensor | None,
+    ) -> Tensor:
+        """What heads give to the values of steps, `(B, H, T, T)`; arguments as in `forward`.
+
+        These weights times the values are the heads' outputs, before their norm.
+        """
+        qk, _, log_decay, _ = self._project(x, state, turn, valid, resets)
+        values = unit_values(qk[1])
+        S = values.new_zeros(*qk.shape[1:3], self.head_dim, x.shape[1])
+        return self._attend(qk, values, log_decay, S, state, valid, resets)[0]
+
+    def _project(
+        self,
+        x: Tensor,
+        state: State,
+        turn: Tensor | None,
+        valid: Tensor | None,
+        resets: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, State]:
+        """What the attention takes: queries with keys, values, decay; and the convolution's state.
+
+        Queries and keys are one tensor `(2, B, H, T, K)`, values `(B, H, T, V)`.
+        """
         h = self.attention_norm(x)
         qkv = self.qkv(h)
         new_state = {}
@@ -114,31 +152,37 @@ class LinearAttentionBlock(nn.Module):
                 qkv = F.silu(qkv)
         # One copy here; what follows is several times slower on permuted strides.
         qkv = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads).contiguous()
-        v = qkv[2]
         qk = F.elu(qkv[:2]) + 1
         if turn is not None:
             qk = rotate(qk, turn)
         log_decay = None
         if self.decay is not None:
             log_decay = F.logsigmoid(self.decay(h).to(state["S"].dtype)).transpose(1, 2)
-        S = state["S"]
+        return qk, qkv[2], log_decay, new_state
+
+    def _attend(
+        self,
+        qk: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        S: Tensor,
+        state: State,
+        valid: Tensor | None,
+        resets: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Outputs `(B, H, T, V)` and the new S and z, from an S of `(B, H, K, V)`."""
         normalize = self.normalizer == "sum"
-        out, (new_state["S"], z) = linear_attention(
+        z = state["z"] if normalize else torch.zeros_like(S[..., 0])
+        return linear_attention(
             qk[0],
             qk[1],
             v,
-            (S, state["z"] if normalize else torch.zeros_like(S[..., 0])),
+            (S, z),
             log_decay=log_decay,
             valid=valid,
             resets=resets,
             normalize=normalize,
         )
-        if normalize:
-            new_state["z"] = z
-        if self.head_norm is not None:
-            out = self.head_norm(out)
-        x = x + self.out(rearrange(out, "B H T V -> B T (H V)").to(x.dtype))
-        return x + self.feedforward(x), new_state
 
 
 class DeepLinearAttention(Memory):

@@ -1,6 +1,8 @@
 """The contract that every memory keeps, and what all of them do about padding and time."""
 
 import abc
+import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,46 @@ class Memory(nn.Module, abc.ABC):
         """The sub-modules that `torch.compile` pays for; equal ones share one graph."""
         return []
 
+    @torch.no_grad()
+    def attention_weights(self, x: Tensor, state: State) -> Tensor:
+        """What each step takes of the values of each step, in every layer and head.
+
+        Entry `[..., t, s]` is the weight that the value of step s has in a head's output at step t:
+        for softmax attention a share, for linear attention the product of query and key with the
+        decay between them, divided by the normaliser where there is one. A value may itself hold
+        earlier steps, through convolutions and the layers before.
+
+        Takes memory for `L H T^2` floats a row.
+
+        Args:
+            x: Inputs, `(B, T, D)`.
+            state: As in `forward`. What it holds of earlier steps has weights too, which are left
+                out: of an episode from its first step on, nothing is.
+
+        Returns:
+            `(B, L, H, T, T)`, in the order in which the layers run.
+
+        Raises:
+            ValueError: If the memory's output is no weighted sum of values.
+        """
+        # Hooks of a copy: it is not compiled, and nothing has to be undone.
+        memory = copy.deepcopy(self)
+        weights: list[Tensor] = []
+
+        def record(block: Any, inputs: tuple) -> None:
+            weights.append(block.attention_weights(*inputs))
+
+        for block in memory.modules():
+            if hasattr(block, "attention_weights") and not isinstance(block, Memory):
+                block.register_forward_pre_hook(record)
+        memory(x, state)
+        if not weights:
+            raise ValueError(
+                f"`{type(self).__name__}` has no attention weights: none of its layers has a "
+                "method `attention_weights`. They exist where outputs are weighted sums of values."
+            )
+        return torch.stack(weights, 1)
+
 
 def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
     """Zeros in the padding of `x (B, T, ...)`, so that not even a NaN in it reaches a gradient."""
@@ -93,3 +135,10 @@ def count_steps(
     length = valid.sum(1)
     last = counts.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0] + 1
     return counts, torch.where(length > 0, last, t)
+
+
+def unit_values(k: Tensor) -> Tensor:
+    """Values of which a weighted sum is the weights: `(B, H, S, S)` for keys `(B, H, S, K)`."""
+    num_keys = k.shape[2]
+    unit = torch.eye(num_keys, dtype=k.dtype, device=k.device)
+    return unit.expand(*k.shape[:2], num_keys, num_keys)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlmodules.kernels import NEUTRAL_MAX, linear_attention, max_attention
-from rlmodules.memories.memory import Memory, State, count_steps, mask_padding
+from rlmodules.memories.memory import Memory, State, count_steps, mask_padding, unit_values
 from rlmodules.memories.stack import run_blocks, stack_initial_states
 from rlmodules.positions import PositionalEncoding
 
@@ -55,20 +55,52 @@ class POPGymBlock(nn.Module):
     ) -> tuple[Tensor, State]:
         """Runs the block; arguments as in `Memory.forward`. It knows no rotation."""
         x = self.norm(x)
-        k = F.elu(self.key(x))[:, None] + 1
-        q = F.elu(self.query(x))[:, None] + 1
         v = self.value(x)[:, None]
-        S, z = state["S"], state["z"]
-        both_sum = self.S_aggregator == self.z_aggregator == "sum"
-        if both_sum:
-            out, (S, z) = linear_attention(q, k, v, (S, z), valid=valid, resets=resets)
-        else:
-            out, S = _aggregate(self.S_aggregator, q, k, v, S, valid, resets)
-            ones = torch.ones_like(v[..., :1])
-            norm, z = _aggregate(self.z_aggregator, q, k, ones, z[..., None], valid, resets)
-            out, z = out / (norm + 1e-5), z[..., 0]
+        out, S, z = self._attend(x, v, state["S"], state["z"], valid, resets)
         out = out[:, 0].to(x.dtype)
         return self.ff(out) + self.shortcut(x), {"S": S, "z": z}
+
+    def attention_weights(
+        self,
+        x: Tensor,
+        state: State,
+        turn: None,
+        valid: Tensor | None,
+        resets: Tensor | None,
+    ) -> Tensor:
+        """What the head gives to the values of steps, `(B, 1, T, T)`; arguments as above.
+
+        Raises:
+            ValueError: If products of keys and values are not summed.
+        """
+        if self.S_aggregator != "sum":
+            raise ValueError(
+                f'`S_aggregator` is "{self.S_aggregator}", which has no attention weights: a '
+                'running maximum is no weighted sum of values. They exist with "sum".'
+            )
+        values = unit_values(x[:, None])
+        S = values.new_zeros(len(x), 1, self.h, x.shape[1])
+        return self._attend(self.norm(x), values, S, state["z"], valid, resets)[0]
+
+    def _attend(
+        self,
+        x: Tensor,
+        v: Tensor,
+        S: Tensor,
+        z: Tensor,
+        valid: Tensor | None,
+        resets: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs `(B, 1, T, V)` and the new S and z, from normed `x` and values."""
+        k = F.elu(self.key(x))[:, None] + 1
+        q = F.elu(self.query(x))[:, None] + 1
+        if self.S_aggregator == self.z_aggregator == "sum":
+            out, (S, z) = linear_attention(q, k, v, (S, z), valid=valid, resets=resets)
+            return out, S, z
+        out, S = _aggregate(self.S_aggregator, q, k, v, S, valid, resets)
+        ones = torch.ones_like(v[..., :1])
+        norm, z = _aggregate(self.z_aggregator, q, k, ones, z[..., None], valid, resets)
+        return out / (norm + 1e-5), S, z[..., 0]
 
 
 class POPGymLinearAttention(Memory):

@@ -56,7 +56,7 @@ def forget_graphs():
     torch.compiler.reset()
     compilation._kinds.clear()
     compilation._compiled.clear()
-    compilation._has_toolchain.cache_clear()
+    compilation.has_toolchain.cache_clear()
     compilation._first_call.cache_clear()
 
 

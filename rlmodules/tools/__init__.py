@@ -1,0 +1,1 @@
+"""What `python -m rlmodules` computes and prints."""

@@ -1,0 +1,112 @@
+"""The commands of `python -m rlmodules`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rlmodules.tools import describe as description
+from rlmodules.tools import drawing, loading, tables
+from rlmodules.tools import memory_map as maps
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _quiet() -> None:
+    """Describes models with memory, and draws what their memory attends to."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
+
+@app.command()
+def describe(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|CHECKPOINT",
+            help="A config: `package.module:name` or `path.py:name` of an AlgorithmConfig or of a "
+            "function that returns one. Or the folder of an Algorithm's or a module's checkpoint.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Prints a model and what it costs: parameters, states, arithmetic, rows, settings."""
+    # `rlmodules` imports nothing of `connectors`, but for these commands, which sit on top of both.
+    from connectors import MemoryLearnerMixin
+    from connectors.checkpoints import load_modules
+
+    with _clear_errors("CONFIG|CHECKPOINT"):
+        if Path(target).expanduser().is_dir():
+            config, modules = load_modules(target)
+        else:
+            config = loading.load_config(target)
+            modules = loading.build_modules(config)
+        connected = config is not None and issubclass(config.learner_class, MemoryLearnerMixin)
+        facts = description.describe(config, modules, connected=connected)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2, default=str))
+    else:
+        tables.print_description(facts, Console(highlight=False))
+
+
+@app.command()
+def memory_map(
+    checkpoint: Annotated[str, typer.Argument(help="Folder of an Algorithm's or a module's.")],
+    env: Annotated[
+        str | None,
+        typer.Option(
+            help="A gymnasium ID, or `package.module:name` or `path.py:name` of an environment's "
+            "class. Left out: the environment of the checkpoint's config."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the environment's reset.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to play at most.")] = 128,
+    out: Annotated[Path, typer.Option(help="Folder for the drawings.")] = Path("memory_map"),
+) -> None:
+    """Plays an episode and draws which steps the memory attends to, a panel a layer and head."""
+    from connectors import MemoryPolicy
+    from connectors.checkpoints import find_checkpoint, load_parts
+
+    with _clear_errors("CHECKPOINT"):
+        parts = load_parts(checkpoint)
+        _, config = find_checkpoint(checkpoint)
+        played = maps.make_env(config, env)
+        found = maps.play(MemoryPolicy(parts), parts.module, played, seed=seed, num_steps=steps)
+    out.mkdir(parents=True, exist_ok=True)
+    title = (
+        f"{played.unwrapped.__class__.__name__}, seed {seed}: {len(found.actions)} steps, "
+        f"return {sum(found.rewards):.2f}"
+    )
+    drawing.draw_png(found, out / "memory_map.png", title=title)
+    drawing.draw_html(found, out / "memory_map.html", title=title)
+    console = Console(highlight=False)
+    console.print(title, style="bold")
+    tables.print_look_back(maps.look_back(found.weights), console)
+    console.print(f"{out / 'memory_map.png'}, {out / 'memory_map.html'}", soft_wrap=True)
+
+
+@contextmanager
+def _clear_errors(name: str) -> Iterator[None]:
+    """Turns errors about what was asked for into a message and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=name) from error
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"It needs what cannot be imported here: {error}. Run from the folder that it was made "
+            "in, or add that to PYTHONPATH.",
+            param_hint=name,
+        ) from error

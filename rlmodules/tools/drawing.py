@@ -1,0 +1,70 @@
+"""Memory maps as PNG and as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from rlmodules.tools.memory_map import MemoryMap
+
+_TEMPLATE = Path(__file__).with_name("memory_map.html")
+_PANEL = 2.2  # inches
+
+
+def draw_png(memory_map: MemoryMap, path: Path, *, title: str) -> None:
+    """Draws a panel for each layer and head, each with a colour scale of its own."""
+    layers = memory_map.weights
+    num_heads = max(len(heads) for heads in layers.values())
+    # Not pyplot: no backend is chosen, no window opened.
+    figure = Figure(
+        figsize=(_PANEL * num_heads + 0.6, _PANEL * len(layers) + 0.8), layout="constrained"
+    )
+    panels = figure.subplots(len(layers), num_heads, squeeze=False, sharex=True, sharey=True)
+    for row, (name, heads) in zip(panels, layers.items(), strict=True):
+        row[0].set_ylabel(f"{name}\nstep")
+        for panel in row[len(heads) :]:
+            panel.set_axis_off()
+        for head, (panel, weights) in enumerate(zip(row, heads, strict=False)):
+            largest = np.abs(weights).max()
+            hidden = np.where(np.tri(len(weights), dtype=bool), weights, np.nan)
+            panel.imshow(hidden, cmap="RdBu_r", vmin=-largest, vmax=largest)
+            panel.set_title(f"head {head}, up to {largest:.2g}", fontsize="small")
+    for panel in panels[-1]:
+        panel.set_xlabel("takes from step")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=100)
+
+
+def draw_html(memory_map: MemoryMap, path: Path, *, title: str) -> None:
+    """Writes the same as a page that tells weight, actions and rewards of what is pointed at."""
+    data = {
+        "title": title,
+        "layers": [
+            {"name": name, "heads": [_rows(weights) for weights in heads]}
+            for name, heads in memory_map.weights.items()
+        ],
+        "actions": [str(_plain(action)) for action in memory_map.actions],
+        "rewards": [round(reward, 4) for reward in memory_map.rewards],
+    }
+    # No text of the data can end the script that it stands in.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    path.write_text(_TEMPLATE.read_text(encoding="utf-8").replace("DATA", text), encoding="utf-8")
+
+
+def _rows(weights: np.ndarray) -> list[list[float]]:
+    """The lower triangle, row by row, in three digits of the largest weight."""
+    digits = 3 - int(np.floor(np.log10(np.abs(weights).max() or 1.0)))
+    return [np.round(row[: t + 1].astype(float), digits).tolist() for t, row in enumerate(weights)]
+
+
+def _plain(action: Any) -> Any:
+    """An action as people read it."""
+    if isinstance(action, dict):
+        return {key: _plain(value) for key, value in action.items()}
+    if isinstance(action, tuple):
+        return tuple(_plain(value) for value in action)
+    return np.asarray(action).round(3).tolist()
