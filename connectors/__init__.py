@@ -15,6 +15,7 @@ from connectors.learners import (
     MemoryPPOTorchLearner,
     MemorySACTorchLearner,
 )
+from connectors.metrics import MemoryMetrics
 from connectors.module_to_env import SampleActions
 from connectors.policy import MemoryPolicy
 from connectors.previous_steps import AddPreviousActionsRewards
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
     "MemoryMARWILTorchLearner",
+    "MemoryMetrics",
     "MemoryMultiAgentEnvRunner",
     "MemoryPPOTorchLearner",
     "MemoryPolicy",
