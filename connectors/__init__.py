@@ -15,6 +15,7 @@ from connectors.learners import (
     MemoryPPOTorchLearner,
     MemorySACTorchLearner,
 )
+from connectors.metrics import MemoryMetrics
 from connectors.module_to_env import SampleActions
 from connectors.multi_agent_runner import MemoryMultiAgentEnvRunner
 from connectors.policy import MemoryPolicy
@@ -35,6 +36,7 @@ __all__ = [
     "MemoryIMPALATorchLearner",
     "MemoryLearnerMixin",
     "MemoryMARWILTorchLearner",
+    "MemoryMetrics",
     "MemoryMultiAgentEnvRunner",
     "MemoryPPOTorchLearner",
     "MemoryPolicy",

@@ -19,12 +19,10 @@ from ray.rllib.utils.spaces.space_utils import batch as stack_items
 
 from connectors.agents import agents_by_module, batch_key, has_items, modules_by_id
 from connectors.layout import RowLayout
+from connectors.measures import MEMORY, NUM_REBUILT_ROWS, NUM_STALE_ROWS
 from connectors.row_states import WARM_UP, row_states, warm_up_lengths
 from connectors.validation import row_length
 from connectors.vtrace import VTraceLayout, neutralize
-
-NUM_REBUILT_ROWS = "num_rows_with_rebuilt_state"
-NUM_STALE_ROWS = "num_rows_with_stale_state"
 
 
 class BuildTrainBatch(ConnectorV2):
@@ -105,7 +103,7 @@ class BuildTrainBatch(ConnectorV2):
             shared_data[f"_zero_padded_for_mid={module_id}"] = True
             if metrics is not None:
                 for name, count in counts.items():
-                    metrics.log_value((module_id, name), count, reduce="sum")
+                    metrics.log_value((module_id, MEMORY, name), count, reduce="sum")
         batch.update(result)
         return batch
 

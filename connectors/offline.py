@@ -21,7 +21,7 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from ray.rllib.utils.spaces.space_utils import get_base_struct_from_space
 
 from connectors.layout import RowLayout
-from connectors.learner import NUM_REBUILT_ROWS
+from connectors.measures import MEMORY, NUM_REBUILT_ROWS
 from connectors.snapshots import rebuild_states
 from connectors.validation import row_length
 
@@ -153,7 +153,7 @@ class RebuildRowStates(ConnectorV2):
                 _set_row(states, row + 1, state)
         if metrics is not None:
             metrics.log_value(
-                (DEFAULT_MODULE_ID, NUM_REBUILT_ROWS),
+                (DEFAULT_MODULE_ID, MEMORY, NUM_REBUILT_ROWS),
                 layout.num_rows - len(episodes),
                 reduce="sum",
             )

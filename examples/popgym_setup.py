@@ -3,7 +3,6 @@
 import logging
 import math
 import warnings
-from typing import Any
 
 import gymnasium as gym
 import ray
@@ -16,7 +15,7 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.tune.registry import register_env
 
-from connectors import connect
+from connectors import MemoryMetrics, connect
 from rlmodules import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionRLModule,
@@ -55,7 +54,6 @@ HYPERPARAMETERS = {
     "vf_clip_param": 1e6,
     "use_kl_loss": False,
 }
-PADDING_SHARE = "padding_share"
 RLLIB_ENV = "popgym"
 
 
@@ -136,7 +134,6 @@ def build_config(
         .training(**{**training, **(hyperparameters or {})})
         .evaluation(**(evaluation or {}))
         .reporting(metrics_num_episodes_for_smoothing=100)
-        .callbacks(on_sample_end=log_padding_share)
         .debugging(seed=seed, log_level="ERROR")
     )
     if memory in OURS:
@@ -145,7 +142,7 @@ def build_config(
         config.rl_module(
             rl_module_spec=RLModuleSpec(module_class=module_class, model_config=model_config)
         )
-        connect(config)
+        connect(config.callbacks(MemoryMetrics))
         return config
     # RLlib's own encoders take flat vectors only.
     config.env_runners(env_to_module_connector=lambda *_: FlattenObservations())
@@ -177,14 +174,3 @@ def mlp_of_size(num_parameters: int, env: str) -> dict:
     half = (num_inputs + num_outputs + 2) / 2
     width = max(1, round(math.sqrt(half**2 + num_parameters) - half))
     return {"fcnet_hiddens": [width, width], "fcnet_activation": "relu"}
-
-
-def log_padding_share(*, env_runner, metrics_logger, samples, **_: Any) -> None:
-    """RLlib callback: the share of slots in the training rows that hold no timestep."""
-    T = env_runner.module.model_config.get("max_seq_len")
-    if not samples or not env_runner.module.is_stateful() or not T:
-        return
-    # RLlib's Learner appends one step to every piece of an episode, for its last value.
-    num_slots = sum(math.ceil((len(episode) + 1) / T) * T for episode in samples)
-    share = 1 - sum(len(episode) for episode in samples) / num_slots
-    metrics_logger.log_value(PADDING_SHARE, share, reduce="mean", window=1)

@@ -20,8 +20,6 @@ from ray.rllib.utils.metrics import (
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from examples.popgym_setup import PADDING_SHARE
-
 LEARNER_METRICS = ("policy_loss", "vf_loss", "vf_explained_var", "entropy")
 
 
@@ -48,7 +46,7 @@ def metrics_row(result: dict[str, Any], last: dict[str, Any], seconds: float) ->
         "return_max": float(runners.get(EPISODE_RETURN_MAX, nan)),
         "evaluation_return_mean": float(evaluation.get(EPISODE_RETURN_MEAN, nan)),
         "steps_per_second": round((env_steps - last["env_steps"]) / (seconds - last["seconds"]), 1),
-        PADDING_SHARE: round(float(runners.get(PADDING_SHARE, 0.0)), 4),
+        "padding_share": round(float(learner.get("memory", {}).get("padding_share", nan)), 4),
         **{name: float(learner.get(name, nan)) for name in LEARNER_METRICS},
     }
 
@@ -87,11 +85,14 @@ class Display:
     def show(self, row: dict[str, Any]) -> None:
         """Shows a row of metrics."""
         self._progress.update(self._task, completed=row["env_steps"])
+        share = row["padding_share"]
+        # Measured of this package's modules only.
+        padding = "" if math.isnan(share) else f"   padding {share:>4.0%}"
         self._console.print(
             f"iteration {row['iteration']:>4}  {row['env_steps']:>9,} steps"
             f"   return [bold]{row['return_mean']:>6.2f}[/]"
             f"   {row['steps_per_second']:>7,.0f} steps/s"
-            f"   padding {row[PADDING_SHARE]:>4.0%}   {row['seconds']:>6.0f} s",
+            f"{padding}   {row['seconds']:>6.0f} s",
             highlight=False,
             soft_wrap=True,
         )

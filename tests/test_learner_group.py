@@ -68,9 +68,9 @@ def test_two_learners_rebuild_states_and_stay_equal():
     algorithm = connect(ppo(2)).build_algo()
     rebuilt = stale = 0
     for _ in range(4):
-        learner = algorithm.train()["learners"][DEFAULT_MODULE_ID]
-        rebuilt += learner["num_rows_with_rebuilt_state"]
-        stale += learner["num_rows_with_stale_state"]
+        counts = algorithm.train()["learners"][DEFAULT_MODULE_ID]["memory"]
+        rebuilt += counts["num_rebuilt_rows"]
+        stale += counts["num_stale_rows"]
     assert_equal_everywhere(algorithm)
     algorithm.stop()
     assert rebuilt > 0
@@ -161,6 +161,6 @@ def test_two_learners_in_half_precision_and_on_gpus(learner_class, num_gpus):
     assert_equal_everywhere(algorithm)
     after = of_all_learners(algorithm, weights)[0][DEFAULT_MODULE_ID]
     algorithm.stop()
-    assert result["__all_modules__"]["num_nonfinite_gradients"] == 0
+    assert result["__all_modules__"]["memory"]["num_nonfinite_gradients"] == 0
     assert all(np.isfinite(value).all() for value in after.values())
     assert any(not np.array_equal(before[key], after[key]) for key in after)

@@ -122,8 +122,8 @@ def test_parity(schedule, num_envs):
     for module_id, errors in learner.errors.items():
         assert max(errors) <= 1e-5, module_id
         if module_id != "mlp":
-            assert results[module_id]["num_rows_with_rebuilt_state"] == 0
-            assert results[module_id]["num_rows_with_stale_state"] == 0
+            assert results[module_id]["memory"]["num_rebuilt_rows"] == 0
+            assert results[module_id]["memory"]["num_stale_rows"] == 0
 
 
 def check_states(runner, samples):
@@ -221,10 +221,9 @@ def test_two_learners():
     try:
         for _ in range(12):
             for module_id, results in algo.train()["learners"].items():
-                for name, value in results.items():
-                    if name.startswith(("num_rows", "num_skipped")):
-                        # NaN where no batch of the module was built.
-                        counts[module_id, name] += int(np.nan_to_num(value))
+                for name, value in results.get("memory", {}).items():
+                    # NaN where no batch of the module was built.
+                    counts[module_id, name] += int(np.nan_to_num(value))
         errors = algo.learner_group.foreach_learner(lambda learner: dict(learner.errors))
     finally:
         algo.stop()
@@ -232,8 +231,8 @@ def test_two_learners():
         for module_id, values in result.get().items():
             assert max(values) <= 1e-5, module_id
     for module_id in modules():
-        assert counts[module_id, "num_rows_with_stale_state"] == 0
-    assert sum(counts[module_id, "num_rows_with_rebuilt_state"] for module_id in modules()) > 0
+        assert counts[module_id, "num_stale_rows"] == 0
+    assert sum(counts[module_id, "num_rebuilt_rows"] for module_id in modules()) > 0
 
 
 def logp_errors(config, runner, episodes):

@@ -176,8 +176,8 @@ def test_learner_starts_rows_from_carried_states(several):
     finally:
         algo.stop()
     assert max(errors) <= 1e-5
-    learner = results["learners"]["shared" if several else "default_policy"]
-    assert learner["num_rows_with_stale_state"] == learner["num_rows_with_rebuilt_state"] == 0
+    counts = results["learners"]["shared" if several else "default_policy"]["memory"]
+    assert counts["num_stale_rows"] == counts["num_rebuilt_rows"] == 0
 
 
 def test_a_part_of_an_episode_is_rebuilt_from_the_carried_state():

@@ -237,7 +237,8 @@ def test_two_learners_stay_equal():
             learners = algo.train().get("learners", {})
             steps = learners.get("__all_modules__", {}).get("num_env_steps_trained_lifetime", 0)
             # NaN in an iteration in which nothing was trained.
-            rebuilt.append(learners.get("default_policy", {}).get("num_rows_with_rebuilt_state", 0))
+            counts = learners.get("default_policy", {}).get("memory", {})
+            rebuilt.append(counts.get("num_rebuilt_rows", 0))
         # The threads have trained on all they were sent.
         deadline = time.monotonic() + 60
         while True:

@@ -4,13 +4,12 @@ from connectors.learners.appo import MemoryAPPOTorchLearner
 from connectors.learners.dqn import MemoryDQNTorchLearner
 from connectors.learners.impala import MemoryIMPALATorchLearner
 from connectors.learners.marwil import MemoryMARWILTorchLearner
-from connectors.learners.mixin import NUM_NONFINITE_GRADIENTS, MemoryLearnerMixin
+from connectors.learners.mixin import MemoryLearnerMixin
 from connectors.learners.ppo import MemoryPPOTorchLearner
 from connectors.learners.replay import ReplayLearnerMixin
 from connectors.learners.sac import MemorySACTorchLearner
 
 __all__ = [
-    "NUM_NONFINITE_GRADIENTS",
     "MemoryAPPOTorchLearner",
     "MemoryDQNTorchLearner",
     "MemoryIMPALATorchLearner",

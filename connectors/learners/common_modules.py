@@ -11,9 +11,8 @@ from ray.rllib.utils.annotations import override
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from torch import distributed
 
+from connectors.measures import MEMORY, NUM_SKIPPED_BATCHES
 from connectors.validation import device_of
-
-NUM_SKIPPED_BATCHES = "num_skipped_batches"
 
 
 class KeepCommonModules(ConnectorV2):
@@ -45,5 +44,6 @@ class KeepCommonModules(ConnectorV2):
         if metrics is not None:
             for module_id in batch:
                 skipped = int(module_id not in common)
-                metrics.log_value((module_id, NUM_SKIPPED_BATCHES), skipped, reduce="sum")
+                key = (module_id, MEMORY, NUM_SKIPPED_BATCHES)
+                metrics.log_value(key, skipped, reduce="sum")
         return {module_id: batch[module_id] for module_id in common}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,30 +13,42 @@ from ray.rllib.connectors.learner import GeneralAdvantageEstimation
 from ray.rllib.core import ALL_MODULES
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
+from ray.rllib.policy.sample_batch import MultiAgentBatch
 from ray.rllib.utils.annotations import override
-from ray.rllib.utils.typing import ParamDict
+from ray.rllib.utils.typing import ModuleID, ParamDict
 
 from connectors.advantages import ComputeAdvantages
 from connectors.learners.common_modules import KeepCommonModules
 from connectors.learners.minibatches import RowMinibatches
+from connectors.measures import (
+    FORWARD_TIME,
+    LARGEST_GRADIENT,
+    MEMORY,
+    NUM_NONFINITE_GRADIENTS,
+    log_rows,
+)
 
 logger = logging.getLogger("rllib_memory")
-
-NUM_NONFINITE_GRADIENTS = "num_nonfinite_gradients"
 
 
 class MemoryLearnerMixin(TorchLearner):
     """What every Learner needs for modules with memory; put it before RLlib's Learner class.
 
     - An update whose gradients hold a NaN or an infinity is skipped: weights and optimizer stay as
-      they are, and the metric `num_nonfinite_gradients` (under `__all_modules__`) counts it.
-      RLlib would set such gradients to 0 or a huge number and step.
+      they are, and the metric `num_nonfinite_gradients` (under `__all_modules__`, `memory`) counts
+      it. RLlib would set such gradients to 0 or a huge number and step.
     - RLlib's advantage connector is replaced by `ComputeAdvantages`.
     - Every row of a batch is trained on equally often, see `RowMinibatches`.
     - Several Learners update the same modules, see `KeepCommonModules`.
+
+    Attributes:
+        measures_memory: Whether to log what `docs/how-to/metrics.md` lists for Learners;
+            `MemoryMetrics` sets it.
     """
 
+    measures_memory = False
     _largest_raw_gradient: torch.Tensor | None = None
+    _minibatch_at = 0.0
 
     @override(TorchLearner)
     def build(self) -> None:
@@ -83,14 +97,34 @@ class MemoryLearnerMixin(TorchLearner):
         # Without a minibatch size RLlib's iterator yields the whole batch, once.
         whole = super()._create_iterator_if_necessary(training_data=training_data, **kwargs)
         for batch in whole:
-            return RowMinibatches(
+            minibatches = RowMinibatches(
                 batch,
                 minibatch_size=minibatch_size,
                 num_epochs=num_epochs,
                 shuffle=shuffle_batch_per_epoch and num_epochs > 1,
                 num_total_minibatches=num_total_minibatches,
             )
+            if not self.measures_memory:
+                return minibatches
+            log_rows(self.metrics, batch.policy_batches)
+            return self._timed(minibatches)
         return []
+
+    def _timed(self, minibatches: Iterable[MultiAgentBatch]) -> Iterator[MultiAgentBatch]:
+        for minibatch in minibatches:
+            self._minibatch_at = time.perf_counter()
+            yield minibatch
+
+    @override(TorchLearner)
+    def compute_losses(
+        self, *, fwd_out: dict[str, Any], batch: dict[str, Any]
+    ) -> dict[ModuleID, Any]:
+        """Logs how long the forward pass took, and computes the losses from it."""
+        if self.measures_memory:
+            # Not synchronised: on a GPU the time to launch the pass.
+            seconds = time.perf_counter() - self._minibatch_at
+            self.metrics.log_value((ALL_MODULES, MEMORY, FORWARD_TIME), seconds, reduce="mean")
+        return super().compute_losses(fwd_out=fwd_out, batch=batch)
 
     @override(TorchLearner)
     def postprocess_gradients(self, gradients_dict: ParamDict) -> ParamDict:
@@ -109,12 +143,18 @@ class MemoryLearnerMixin(TorchLearner):
             return
         largest = _largest(gradients_dict)
         if self._largest_raw_gradient is not None:
-            largest = torch.stack([largest, self._largest_raw_gradient])
+            largest = torch.maximum(largest, self._largest_raw_gradient)
         # The only device synchronisation of an update.
-        finite = bool(torch.isfinite(largest).all())
+        largest = float(largest)
+        finite = math.isfinite(largest)
+        # All Learners have the same gradients by now: one of them counts.
+        counts = not self.distributed or torch.distributed.get_rank() == 0
+        key = (ALL_MODULES, MEMORY)
         self.metrics.log_value(
-            (ALL_MODULES, NUM_NONFINITE_GRADIENTS), int(not finite), reduce="sum"
+            (*key, NUM_NONFINITE_GRADIENTS), int(counts and not finite), reduce="sum"
         )
+        if self.measures_memory and finite:
+            self.metrics.log_value((*key, LARGEST_GRADIENT), largest, reduce="max")
         if not finite:
             logger.warning("Skipped an update: its gradients hold NaN or infinite numbers.")
             return

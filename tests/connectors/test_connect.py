@@ -373,6 +373,6 @@ def test_trains():
     finally:
         algorithm.stop()
     learner = result["learners"]
-    assert learner["__all_modules__"]["num_nonfinite_gradients"] == 0
-    assert learner["default_policy"]["num_rows_with_stale_state"] == 0
-    assert learner["default_policy"]["num_rows_with_rebuilt_state"] == 0
+    assert learner["__all_modules__"]["memory"]["num_nonfinite_gradients"] == 0
+    assert learner["default_policy"]["memory"]["num_stale_rows"] == 0
+    assert learner["default_policy"]["memory"]["num_rebuilt_rows"] == 0

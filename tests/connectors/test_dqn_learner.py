@@ -349,11 +349,11 @@ def test_learners_see_what_env_runners_saw(fragment, training, truncate):
     T = training.get("max_seq_len", 8)
     assert all(batch[Columns.LOSS_MASK].shape[1] == T for batch in learner.batches)
     metrics = results["learners"]["default_policy"]
-    assert metrics["num_rows_with_stale_state"] == 0
+    assert metrics["memory"]["num_stale_rows"] == 0
     if T == 8:
         # The test sees a wrong state.
         assert min(learner.errors_without_state) > 1e-4
-        assert metrics["num_rows_with_rebuilt_state"] > 0
+        assert metrics["memory"]["num_rebuilt_rows"] > 0
     key = Columns.TRUNCATEDS if truncate else Columns.TERMINATEDS
     assert any(batch[key].any() for batch in learner.batches)
     if truncate:
@@ -407,8 +407,8 @@ def test_remote_runner_and_learner():
     finally:
         algorithm.stop()
     metrics = results["learners"]["default_policy"]
-    assert metrics["num_rows_with_stale_state"] == 0
-    assert metrics["num_rows_with_rebuilt_state"] > 0
+    assert metrics["memory"]["num_stale_rows"] == 0
+    assert metrics["memory"]["num_rebuilt_rows"] > 0
     assert np.isfinite(metrics["qf_loss"])
 
 

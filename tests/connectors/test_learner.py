@@ -12,7 +12,6 @@ from ray.rllib.core.columns import Columns
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 from connectors import BuildTrainBatch
-from connectors.learner import NUM_REBUILT_ROWS, NUM_STALE_ROWS
 from tests.connectors.helpers import (
     BOX,
     DISCRETE,
@@ -168,9 +167,9 @@ def test_sliced_episodes_get_exact_states(build, lookback):
     batch = BuildTrainBatch()(
         rl_module=module, batch={}, episodes=copy.deepcopy(mine), metrics=metrics
     )
-    counts = metrics.reduce()["default_policy"]
-    num_stale = int(counts[NUM_STALE_ROWS])
-    assert counts[NUM_REBUILT_ROWS] > 0
+    counts = metrics.reduce()["default_policy"]["memory"]
+    num_stale = int(counts["num_stale_rows"])
+    assert counts["num_rebuilt_rows"] > 0
     assert (num_stale == 0) == (lookback == T)
     if num_stale:
         return

@@ -10,7 +10,6 @@ from ray.rllib.core.columns import Columns
 from ray.rllib.utils.torch_utils import explained_variance as rllib_explained_variance
 
 from connectors import ComputeAdvantages, MemoryPPOTorchLearner, connect
-from connectors.learners import NUM_NONFINITE_GRADIENTS
 from connectors.learners.explained_variance import explained_variance
 from tests.connectors.helpers import BOX, DISCRETE, lstm_config, make_episodes
 
@@ -58,7 +57,7 @@ def test_updates_the_weights(built):
     before = weights(built)
     result = update(built)
     assert any(not torch.equal(before[key], value) for key, value in weights(built).items())
-    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] == 0
+    assert result["__all_modules__"]["memory"]["num_nonfinite_gradients"] == 0
 
 
 def test_each_step_is_trained_on_once_an_epoch(built, monkeypatch):
@@ -101,7 +100,7 @@ def test_nonfinite_gradients_leave_weights_and_optimizer_alone(poison, clip, cap
     assert steps == [state["step"].item() for state in optimizer.state.values()]
     for moment, state in zip(moments, optimizer.state.values(), strict=True):
         assert torch.equal(moment, state["exp_avg"])
-    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] > 0
+    assert result["__all_modules__"]["memory"]["num_nonfinite_gradients"] > 0
     assert "Skipped an update" in caplog.text
     # Training goes on afterwards.
     update(learner)

@@ -243,8 +243,8 @@ def test_states_are_those_of_the_present_weights(change):
                 )
                 tree.map_structure(torch.testing.assert_close, mine, states[position * T])
                 checked += position > 0
-    assert result["default_policy"]["num_rows_with_rebuilt_state"] == checked > 10
-    assert result["default_policy"]["num_rows_with_stale_state"] == 0
+    assert result["default_policy"]["memory"]["num_rebuilt_rows"] == checked > 10
+    assert result["default_policy"]["memory"]["num_stale_rows"] == 0
     # Every episode's every step, in turn.
     expected = [len(episode) for episode in episodes]
     assert used == (expected * 3)[: len(used)]

@@ -18,7 +18,6 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 from ray.rllib.utils.replay_buffers import ReplayBuffer
 
 from connectors import BuildTrainBatch, SequenceReplayBuffer, StateSnapshot
-from connectors.learner import NUM_REBUILT_ROWS, NUM_STALE_ROWS
 from connectors.replay_settings import use_sequence_replay
 from connectors.row_states import WARM_UP
 from tests.connectors.helpers import BOX, DISCRETE, counting_module, lstm_module, run_pipeline
@@ -268,8 +267,8 @@ def test_metrics_count_rebuilt_states():
     )
     BuildTrainBatch()(rl_module=module, batch=batch, episodes=slices, metrics=metrics)
     warmed = sum(episode.get_extra_model_outputs(WARM_UP).any() for episode in slices)
-    assert metrics.peek(("default_policy", NUM_REBUILT_ROWS)) == warmed > 0
-    assert metrics.peek(("default_policy", NUM_STALE_ROWS)) == 0
+    assert metrics.peek(("default_policy", "memory", "num_rebuilt_rows")) == warmed > 0
+    assert metrics.peek(("default_policy", "memory", "num_stale_rows")) == 0
 
 
 def test_lookback_comes_along():

@@ -17,7 +17,6 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 
 from connectors import MemorySACTorchLearner, SequenceReplayBuffer, connect
-from connectors.learners import NUM_NONFINITE_GRADIENTS
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionSACRLModule, compilation
 from rlmodules.core import module_inputs
 from tests.envs import RandomObservations, RememberCue
@@ -276,7 +275,7 @@ def test_a_nan_reward_leaves_everything_alone():
     learner.apply_gradients(gradients)
     for key, value in state_of(learner).items():
         np.testing.assert_array_equal(value, before[key], err_msg=str(key))
-    count = learner.metrics.peek(("__all_modules__", NUM_NONFINITE_GRADIENTS))
+    count = learner.metrics.peek(("__all_modules__", "memory", "num_nonfinite_gradients"))
     assert count == 1
 
 

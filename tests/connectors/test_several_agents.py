@@ -28,7 +28,7 @@ from connectors import (
     connect,
 )
 from connectors.env_to_module import MapSpaces
-from connectors.learners.common_modules import NUM_SKIPPED_BATCHES, KeepCommonModules
+from connectors.learners.common_modules import KeepCommonModules
 from connectors.rollout import rollout_of
 from tests.connectors.helpers import BOX, DISCRETE
 from tests.test_multi_agent import logp_errors, module_of, ppo
@@ -328,8 +328,8 @@ def test_learners_keep_the_modules_that_all_have(monkeypatch):
     batch = {"ours": 1, "lstm": 2, "mlp": 3}
     kept = KeepCommonModules()(rl_module=module, batch=batch, episodes=[], metrics=metrics)
     assert list(kept.items()) == [("mlp", 3), ("ours", 1)]
-    counts = {id_: values[NUM_SKIPPED_BATCHES] for id_, values in metrics.reduce().items()}
-    assert counts == {"ours": 0, "lstm": 1, "mlp": 0}
+    counts = {id_: values["memory"] for id_, values in metrics.reduce().items()}
+    assert counts == {id_: {"num_skipped_batches": int(id_ == "lstm")} for id_ in batch}
 
 
 def test_constructor_arguments_round_trip():

@@ -21,7 +21,6 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.minibatch_utils import MiniBatchCyclicIterator
 
 from connectors import BuildTrainBatch, connect
-from connectors.learners import NUM_NONFINITE_GRADIENTS
 from connectors.vtrace import NEUTRAL_LOGP, VTraceLayout
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 from tests.connectors.helpers import BOX, DISCRETE, make_episodes, with_snapshots
@@ -397,11 +396,11 @@ def test_nonfinite_gradients_leave_the_weights_alone(algorithm, make_learner, ca
     with caplog.at_level(logging.WARNING, logger="rllib_memory"):
         result = update(learner, episodes)
     handle.remove()
-    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] == 1
+    assert result["__all_modules__"]["memory"]["num_nonfinite_gradients"] == 1
     assert "Skipped an update" in caplog.text
     assert all(torch.equal(before[name], weight) for name, weight in weights().items())
     result = update(learner, episodes)
-    assert result["__all_modules__"][NUM_NONFINITE_GRADIENTS] == 0
+    assert result["__all_modules__"]["memory"]["num_nonfinite_gradients"] == 0
     assert any(not torch.equal(before[name], weight) for name, weight in weights().items())
 
 

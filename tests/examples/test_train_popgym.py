@@ -16,6 +16,7 @@ from examples.arguments import parse
 from examples.popgym_setup import (
     ENVS,
     MEMORIES,
+    OURS,
     build_config,
     count_parameters,
     make_env,
@@ -154,4 +155,5 @@ def test_every_memory_trains(memory):
     result = algo.train()
     algo.stop()
     assert math.isfinite(result["learners"]["default_policy"]["total_loss"])
-    assert (result["env_runners"].get("padding_share") is None) == (memory == "mlp")
+    measured = "padding_share" in result["learners"]["default_policy"].get("memory", {})
+    assert measured == (memory in OURS)
