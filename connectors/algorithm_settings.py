@@ -56,9 +56,17 @@ def prepare_ppo(config: PPOConfig, row_lengths: RowLengths) -> None:
     """Rows and minibatches for PPO.
 
     Raises:
-        ValueError: if a minibatch is smaller than a row.
+        ValueError: if a minibatch is smaller than a row, or its size is needed and missing.
     """
     check_minibatch_size(config, row_lengths)
+    num_learners = config.num_learners or 0
+    if config.minibatch_size is None and num_learners > 1:
+        raise ValueError(
+            f"`minibatch_size` is None, but must be a number with {num_learners} Learners: RLlib "
+            "computes from it how many minibatches all of them take. Set "
+            "`config.training(minibatch_size=...)`, to `train_batch_size_per_learner` for one "
+            "minibatch an epoch."
+        )
     keep_lookback(config, row_lengths)
 
 

@@ -205,6 +205,9 @@ def test_minibatch_size():
     with pytest.raises(ValueError, match="`minibatch_size` is 63, but must be at least 64"):
         connect(config)
     connect(config.training(minibatch_size=64))
+    connect(config.training(minibatch_size=None))
+    with pytest.raises(ValueError, match="`minibatch_size` is None, but must be a number with 2"):
+        connect(config.learners(num_learners=2))
 
 
 def test_algorithm():
