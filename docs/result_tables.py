@@ -100,7 +100,7 @@ def snapshots() -> str:
             cell = _find(records, case, "rllib", metric)
             lines.append([state, name, *_both(cell)])
     headings = ("a state has", "", "with `connect`", "RLlib's connectors", "ratio")
-    return _table(headings, lines) + _source("connectors", records)
+    return _table(headings, lines, num_names=2) + _source("connectors", records)
 
 
 def compiling() -> str:
@@ -136,7 +136,7 @@ def _find(records: Iterable[Row], case: str, peer: str, metric: str) -> Row:
 def _both(cell: Row) -> list[str]:
     """Ours, theirs, and the ratio of the two."""
     sides = [value_text(cell[side], None, cell["unit"]) for side in ("ours", "theirs")]
-    return [*sides, f"{cell['ratio']:.2f}x"]
+    return [*sides, f"{cell['ratio']:.3g}x"]
 
 
 def _compare(headings: Sequence[str], cells: Iterable[Row]) -> str:
@@ -151,6 +151,7 @@ def _source(name: str, records: list[Row]) -> str:
     return f"\n\n`python -m benchmarks {name}` ({where})"
 
 
-def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rules = ["---", *["---:"] * (len(headings) - 1)]
+def _table(headings: Sequence[str], lines: Iterable[Sequence[str]], num_names: int = 1) -> str:
+    """Markdown of a table whose first columns are names, the others numbers."""
+    rules = ["---"] * num_names + ["---:"] * (len(headings) - num_names)
     return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rules, *lines))

@@ -43,8 +43,8 @@ def test_known_records(tables, tmp_path, monkeypatch) -> None:
     assert tables.learning().splitlines() == [
         "| to 0.9 | ours | RLlib's LSTM | ratio |",
         "| --- | ---: | ---: | ---: |",
-        "| steps | 2 steps | 4 steps | 2.00x |",
-        "| seconds | 2 s | 4 s | 2.00x |",
+        "| steps | 2 steps | 4 steps | 2x |",
+        "| seconds | 2 s | 4 s | 2x |",
         "",
         "`python -m benchmarks learning` (cpu, two cores, threads: 1)",
     ]
