@@ -52,8 +52,8 @@ def _table(rows: list[Row]) -> str:
                 row["case"],
                 row["peer"],
                 row["metric"],
-                _value(row["ours"], row.get("ours_spread"), row["unit"]),
-                _value(row["theirs"], row.get("theirs_spread"), row["unit"]),
+                value_text(row["ours"], row.get("ours_spread"), row["unit"]),
+                value_text(row["theirs"], row.get("theirs_spread"), row["unit"]),
                 "" if row["ratio"] is None else f"{row['ratio']:.2f}x",
                 "" if target is None else f"{target:g}x",
             )
@@ -61,7 +61,7 @@ def _table(rows: list[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _value(value: float | None, spread: list[float] | None, unit: str) -> str:
+def value_text(value: float | None, spread: list[float] | None, unit: str) -> str:
     """A value with its quartiles, in a unit that needs few digits."""
     if value is None:
         return ""
