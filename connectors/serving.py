@@ -230,7 +230,8 @@ def serve_policy(
     `/end`, `GET /health` and `/stats`.
 
     Args:
-        checkpoint: As for `MemoryPolicy.from_checkpoint`. Each replica reads it.
+        checkpoint: As for `MemoryPolicy.from_checkpoint`. It is read here, to see whether it is
+            one, and by each replica.
         explore: Whether to sample actions as in training; else the best ones are taken.
         seed: Seeds the sampled actions of the first replica; those behind it have the next ones.
             Which session draws which number depends on the order of the requests.
@@ -240,7 +241,7 @@ def serve_policy(
         max_batch_size: Acts in one pass of the module.
 
     Raises:
-        ValueError: if a setting is out of its range.
+        ValueError: if a setting is out of its range, or there is no checkpoint of one agent.
 
     Example:
         ```python
@@ -262,6 +263,7 @@ def serve_policy(
             raise ValueError(f"`{name}` is {value!r}, but must be an integer of at least 1.")
     if not 0 < session_ttl_s < math.inf:
         raise ValueError(f"`session_ttl_s` is {session_ttl_s!r}, but must be a number above 0.")
+    load_parts(checkpoint)  # Serve would not say what is wrong with it
     settings = [
         {
             "checkpoint": str(Path(checkpoint).expanduser().absolute()),

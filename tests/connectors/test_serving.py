@@ -5,11 +5,14 @@ Two replicas behind the ingress, unless a test says so; the example's test cover
 
 import asyncio
 import importlib
+import io
 import json
+import re
 import socket
 import sys
 import time
 import types
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -61,7 +64,7 @@ class Client:
         if body is None:
             request = self._http.get(f"/{verb}")
         else:
-            data = body if isinstance(body, bytes) else json.dumps(body)
+            data = io.BytesIO(body) if isinstance(body, bytes) else json.dumps(body)
             request = self._http.post(f"/{verb}", data=data)
         async with request as response:
             return response.status, await response.json()
@@ -233,6 +236,21 @@ def test_other_refusals(served):
     talk(served, conversation)
 
 
+def test_the_requests_of_the_docs(served):
+    """The lines that start with `curl`, in their order."""
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "serving.md"
+    lines = re.findall(r"^curl localhost:8000/(\w+) -d '(.*)'$", page.read_text(), re.MULTILINE)
+    assert [verb for verb, _ in lines] == ["reset", "act", "act", "end"]
+
+    async def conversation(client):
+        return [await client(verb, body.encode()) for verb, body in lines]
+
+    answers = talk(served, conversation)
+    assert [status for status, _ in answers] == [200] * 4
+    assert np.shape(answers[1][1]["action"]) == (2,)
+    assert answers[1] != answers[2]
+
+
 @pytest.mark.slow
 def test_thousands_of_sessions_and_a_replica_that_dies(address, checkpoint):
     names = [f"session {i}" for i in range(3000)]
@@ -271,17 +289,18 @@ def test_thousands_of_sessions_and_a_replica_that_dies(address, checkpoint):
         ({"max_batch_size": -1}, "`max_batch_size` is -1"),
         ({"session_ttl_s": 0}, "`session_ttl_s` is 0"),
         ({"session_ttl_s": float("nan")}, "`session_ttl_s` is nan"),
+        ({}, "`path` is '/nowhere', where there is no checkpoint"),
     ],
 )
 def test_settings(settings, message):
     with pytest.raises(ValueError, match=message):
-        serve_policy("anywhere", **settings)
+        serve_policy("/nowhere", **settings)
 
 
-def test_settings_of_a_config():
+def test_settings_of_a_config(checkpoint):
     """Those of a command line are strings."""
     assert isinstance(
-        from_settings({"checkpoint": "here", "num_replicas": "2", "explore": "true"}),
+        from_settings({"checkpoint": checkpoint, "num_replicas": "2", "explore": "true"}),
         serve.Application,
     )
     with pytest.raises(ValueError, match="`max_sessions` is 0"):
