@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import logging
 import math
 import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, cast
 
 from connectors.checkpoints import load_parts
-from connectors.json_values import action_to_json, observation_from_json
+from connectors.json_requests import (
+    VERBS,
+    action_to_json,
+    fields_from_json,
+    observation_from_json,
+)
 from connectors.policy import MemoryPolicy
 from connectors.sessions import RequestError, Sessions
 
@@ -33,11 +38,10 @@ except ImportError as error:
         "pip install 'rllib-memory[serve]'."
     ) from error
 
+logger = logging.getLogger(__name__)
+
 # Bytes of a request. An image of 210 x 160 x 3 takes half a megabyte.
 _MAX_BODY = 8 * 2**20
-_MAX_NAME = 256
-# Modules that see rewards see them as float32.
-_MAX_REWARD = float(np.finfo(np.float32).max)
 # Seconds in which a replica has to say that it is well.
 _HEALTH_TIMEOUT = 5.0
 
@@ -59,17 +63,21 @@ class _Replica:
         self._space = parts.observation_space
         self._sessions = Sessions(MemoryPolicy(parts, explore=explore, seed=seed), **limits)
 
-    async def answer(self, verb: str, *args: Any) -> tuple[int, str]:
+    async def answer(self, verb: str, **fields: Any) -> tuple[int, str]:
         try:
-            return 200, await getattr(self, f"_{verb}")(*args)
+            return 200, await getattr(self, f"_{verb}")(**fields)
         except RequestError as error:
             return error.status, json.dumps({"error": str(error)})
+        except Exception:
+            logger.exception("A request failed.")
+            text = f"`{verb}` failed. The replica's log has the reason."
+            return 500, json.dumps({"error": text})
 
     async def _reset(self, session: str) -> str:
         self._sessions.reset(session)
         return json.dumps({"session": session})
 
-    async def _act(self, session: str, observation: Any, reward: float) -> str:
+    async def _act(self, session: str, observation: Any, reward: float = 0.0) -> str:
         try:
             conformed = observation_from_json(observation, self._space)
         except ValueError as error:
@@ -102,31 +110,22 @@ class _Ingress:
     def __serve_build_asgi_app__(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/reset", self._reset, methods=["POST"]),
-                Route("/act", self._act, methods=["POST"]),
-                Route("/end", self._end, methods=["POST"]),
+                *(
+                    Route(f"/{verb}", functools.partial(self._forward, verb), methods=["POST"])
+                    for verb in VERBS
+                ),
                 Route("/health", self._health),
                 Route("/stats", self._stats),
             ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse},
         )
 
-    async def _reset(self, request: Request) -> Response:
-        fields = await _fields(request, {"session"})
-        return await self._forward(_name(fields), "reset")
-
-    async def _act(self, request: Request) -> Response:
-        fields = await _fields(request, {"session", "observation"}, {"reward"})
-        return await self._forward(_name(fields), "act", fields["observation"], _reward(fields))
-
-    async def _end(self, request: Request) -> Response:
-        fields = await _fields(request, {"session"})
-        return await self._forward(_name(fields), "end")
-
-    async def _forward(self, session: str, verb: str, *args: Any) -> Response:
+    async def _forward(self, verb: str, request: Request) -> Response:
+        fields = fields_from_json(verb, await _body(request))
+        session = fields["session"]
         index = zlib.crc32(session.encode(errors="surrogatepass")) % len(self._ask)
         try:
-            status, body = await self._ask[index](verb, session, *args)
+            status, body = await self._ask[index](verb, **fields)
         except (RayError, RayServeException) as error:
             raise RequestError(
                 503,
@@ -146,15 +145,10 @@ class _Ingress:
     async def _ask_all(self) -> list[tuple[int, str]]:
         try:
             return await asyncio.wait_for(
-                asyncio.gather(*(_awaited(ask("stats")) for ask in self._ask)), _HEALTH_TIMEOUT
+                asyncio.gather(*(ask("stats") for ask in self._ask)), _HEALTH_TIMEOUT
             )
         except (TimeoutError, RayError, RayServeException) as error:
             raise RequestError(503, f"Not all {len(self._ask)} replicas answer.") from error
-
-
-async def _awaited(answer: Awaitable[tuple[int, str]]) -> tuple[int, str]:
-    """`gather` takes no awaitable that is neither coroutine nor future, as Serve's are."""
-    return await answer
 
 
 def _json(status: int, body: str) -> Response:
@@ -162,56 +156,18 @@ def _json(status: int, body: str) -> Response:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
+    if isinstance(error, HTTPException):  # no such path or method
         return _json(error.status_code, json.dumps({"error": error.detail}))
-    status = error.status if isinstance(error, RequestError) else 500
-    return _json(status, json.dumps({"error": str(error)}))
+    return _json(cast("RequestError", error).status, json.dumps({"error": str(error)}))
 
 
-async def _fields(
-    request: Request, required: set[str], optional: frozenset[str] | set[str] = frozenset()
-) -> dict[str, Any]:
-    """The fields of a request's JSON object."""
+async def _body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > _MAX_BODY:
             raise RequestError(413, f"The body has more than {_MAX_BODY} bytes.")
-    try:
-        fields = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"The body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise RequestError(422, f"The body is a {type(fields).__name__}, but must be an object.")
-    missing, unknown = required - fields.keys(), fields.keys() - required - optional
-    if missing or unknown:
-        raise RequestError(
-            422,
-            f"The body has the fields {sorted(fields)}, but must have {sorted(required)}"
-            + (f", and may have {sorted(optional)}." if optional else "."),
-        )
-    return fields
-
-
-def _no_constant(text: str) -> None:
-    raise RequestError(400, f"The body holds {text}, which is not JSON, nor any use as a number.")
-
-
-def _name(fields: dict[str, Any]) -> str:
-    name = fields["session"]
-    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
-        raise RequestError(
-            422, f"`session` is {name!r:.80}, but must be a string of 1 to {_MAX_NAME} characters."
-        )
-    return name
-
-
-def _reward(fields: dict[str, Any]) -> float:
-    reward = fields.get("reward", 0.0)
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    if not is_number or not abs(reward) <= _MAX_REWARD:
-        raise RequestError(422, f"`reward` is {reward!r:.80}, but must be a finite number.")
-    return float(reward)
+    return bytes(body)
 
 
 def serve_policy(
@@ -275,8 +231,8 @@ def serve_policy(
         }
         for index in range(num_replicas)
     ]
+    # No session acts twice at once, so that no more requests wait for a replica.
     options: dict[str, Any] = {
-        # No session acts twice at once, so more never wait in a replica.
         "max_ongoing_requests": max_sessions,
         "logging_config": {"enable_access_log": False},
     }
@@ -284,10 +240,12 @@ def serve_policy(
     if num_replicas == 1:
         return ingress.bind(settings[0], [])
     replica = serve.deployment(_Replica).options(**options)
-    handles = [
+    replicas = [
         replica.options(name=f"policy-{index}").bind(**each) for index, each in enumerate(settings)
     ]
-    return ingress.options(ray_actor_options={"num_cpus": 0}).bind(None, handles)
+    return ingress.options(
+        max_ongoing_requests=num_replicas * max_sessions, ray_actor_options={"num_cpus": 0}
+    ).bind(None, replicas)
 
 
 def from_settings(settings: dict[str, Any]) -> serve.Application:

@@ -150,11 +150,11 @@ def test_each_session_acts_as_if_alone(served, checkpoint):
         return stats
 
     first = talk(served, before)
-    compare(checkpoint, served, names, num_steps=10)
+    compare(checkpoint, served, names, num_steps=6)
     last = talk(served, after)
     assert last["sessions"] == 50
-    assert last["steps"] - first["steps"] == 50 * 15
-    assert last["passes"] - first["passes"] < 50 * 15
+    assert last["steps"] - first["steps"] == 50 * 9
+    assert last["passes"] - first["passes"] < 50 * 9
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_the_requests_of_the_docs(served):
 def test_thousands_of_sessions_and_a_replica_that_dies(address, checkpoint):
     names = [f"session {i}" for i in range(3000)]
     serve.run(serve_policy(checkpoint, num_replicas=2))
-    compare(checkpoint, address, names, num_steps=8, connections=200)
+    compare(checkpoint, address, names, num_steps=4, connections=200)
 
     (name,) = [
         actor
@@ -266,9 +266,11 @@ def test_thousands_of_sessions_and_a_replica_that_dies(address, checkpoint):
 
     async def conversation(client):
         end = time.monotonic() + 120
-        while (await client("health"))[0] != 200:
+        stats = (200, {"sessions": len(names)})
+        while stats[0] != 200 or stats[1]["sessions"] == len(names):
             assert time.monotonic() < end
             await asyncio.sleep(0.5)
+            stats = await client("stats")
         act = {"observation": GOOD}
         answers = [await client("act", {"session": name, **act}) for name in names[:200]]
         lost = [name for name, (status, _) in zip(names, answers, strict=False) if status == 404]

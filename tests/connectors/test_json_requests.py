@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tree
 
-from connectors.json_values import action_to_json, observation_from_json
+from connectors.json_requests import action_to_json, observation_from_json
 
 S = gym.spaces
 SPACES = [

@@ -1,4 +1,4 @@
-"""Observations and actions in JSON."""
+"""JSON in requests and answers: what a served agent reads, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,53 @@ import gymnasium as gym
 import numpy as np
 
 from connectors.observations import conform
+from connectors.sessions import RequestError
+
+# What can be asked about a session: the fields of such a request, and those it may have.
+VERBS = {
+    "reset": ({"session"}, set()),
+    "act": ({"session", "observation"}, {"reward"}),
+    "end": ({"session"}, set()),
+}
+_MAX_NAME = 256
+# Modules that see rewards see them as float32.
+_MAX_REWARD = float(np.finfo(np.float32).max)
+
+
+def fields_from_json(verb: str, body: bytes) -> dict[str, Any]:
+    """The fields of a request, checked but for the observation.
+
+    Raises:
+        RequestError: 400 if the body is not JSON, 422 if it is no object with the fields of
+            `verb`, or one of them is not what it must be.
+    """
+    try:
+        fields = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"The body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(422, f"The body is a {type(fields).__name__}, but must be an object.")
+    required, optional = VERBS[verb]
+    if not required <= fields.keys() <= required | optional:
+        raise RequestError(
+            422,
+            f"The body has the fields {sorted(fields)}, but must have {sorted(required)}"
+            + (f", and may have {sorted(optional)}." if optional else "."),
+        )
+    name = fields["session"]
+    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
+        raise RequestError(
+            422, f"`session` is {name!r:.80}, but must be a string of 1 to {_MAX_NAME} characters."
+        )
+    reward = fields.get("reward", 0.0)
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    if not is_number or not abs(reward) <= _MAX_REWARD:
+        raise RequestError(422, f"`reward` is {reward!r:.80}, but must be a finite number.")
+    return fields
+
+
+def _no_constant(text: str) -> None:
+    raise RequestError(400, f"The body holds {text}, which is not JSON, nor any use as a number.")
 
 
 def observation_from_json(value: Any, space: gym.Space) -> Any:
