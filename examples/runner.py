@@ -5,7 +5,8 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,10 +18,10 @@ from ray.rllib.utils.metrics import (
     ENV_RUNNER_RESULTS,
     EPISODE_RETURN_MEAN,
     NUM_ENV_STEPS_SAMPLED_LIFETIME,
-    NUM_EPISODES_LIFETIME,
+    NUM_EPISODES,
 )
 
-# RLlib reports means over so many episodes; one lucky episode is no mean return.
+# A mean over fewer episodes may be luck.
 MIN_EPISODES = 100
 
 Config = TypeVar("Config", bound=AlgorithmConfig)
@@ -108,13 +109,13 @@ class Training:
     Attributes:
         algo: The algorithm, which the caller stops.
         reached: Whether the mean return was reached.
-        result: The last result of `Algorithm.train`.
+        means: The last means of the metrics.
         seconds: Time that training took, without building the algorithm.
     """
 
     algo: Algorithm
     reached: bool
-    result: dict[str, Any]
+    means: dict[str, float]
     seconds: float
 
 
@@ -125,7 +126,8 @@ def train_until(
 ) -> Training:
     """Builds the algorithm and trains it until a stop criterion of the command line holds.
 
-    Prints a line an iteration.
+    Prints a line an iteration: means over the last `MIN_EPISODES` episodes or more. Those of RLlib
+    2.60 are over the episodes of one iteration, in spite of `metrics_num_episodes_for_smoothing`.
 
     Args:
         config: The algorithm's config, `connect` included.
@@ -133,21 +135,52 @@ def train_until(
         metrics: Metrics of the EnvRunners to print; the first one is compared to `stop_reward`.
     """
     algo = config.build_algo()
-    seconds = 0.0
+    seconds, recent = 0.0, RecentMeans(metrics)
     while True:
         start = time.perf_counter()
         result = algo.train()
         seconds += time.perf_counter() - start
-        runners = result[ENV_RUNNER_RESULTS]
         iteration = result["training_iteration"]
         env_steps = int(result[NUM_ENV_STEPS_SAMPLED_LIFETIME])
-        values = {metric: float(runners.get(metric, float("nan"))) for metric in metrics}
+        recent.add(result[ENV_RUNNER_RESULTS])
+        values = recent.means()
         shown = "   ".join(f"{metric} {value:8.2f}" for metric, value in values.items())
         print(f"iteration {iteration:>4}   {env_steps:>9,} steps   {shown}   {seconds:>6.1f} s")
-        enough = int(runners.get(NUM_EPISODES_LIFETIME, 0)) >= MIN_EPISODES
-        reached = enough and values[metrics[0]] >= args.stop_reward
+        reached = recent.num_episodes >= MIN_EPISODES and values[metrics[0]] >= args.stop_reward
         if reached or env_steps >= args.stop_timesteps or iteration >= args.stop_iters:
             print(
-                "reached" if reached else "NOT reached", f"a {metrics[0]} of {args.stop_reward:g}"
+                f"{metrics[0]} of {args.stop_reward:g}: {'reached' if reached else 'NOT reached'}"
             )
-            return Training(algo, reached, result, seconds)
+            return Training(algo, reached, values, seconds)
+
+
+class RecentMeans:
+    """Means of metrics over the last iterations, as many as hold `MIN_EPISODES` episodes.
+
+    Args:
+        metrics: The metrics' names.
+
+    Attributes:
+        num_episodes: Episodes that the means are over.
+    """
+
+    def __init__(self, metrics: Sequence[str]):
+        self.num_episodes = 0
+        self._metrics = metrics
+        self._rows: deque[tuple[int, list[float]]] = deque()
+
+    def add(self, runners: Mapping[str, Any]) -> None:
+        """Adds an iteration's results of the EnvRunners."""
+        num_episodes = int(runners.get(NUM_EPISODES, 0))
+        if num_episodes == 0:
+            return
+        self._rows.append((num_episodes, [float(runners[metric]) for metric in self._metrics]))
+        self.num_episodes += num_episodes
+        while self.num_episodes - self._rows[0][0] >= MIN_EPISODES:
+            self.num_episodes -= self._rows.popleft()[0]
+
+    def means(self) -> dict[str, float]:
+        """The means by name; NaN before the first episode has ended."""
+        totals = [sum(n * values[i] for n, values in self._rows) for i in range(len(self._metrics))]
+        n = self.num_episodes or float("nan")
+        return {metric: total / n for metric, total in zip(self._metrics, totals, strict=True)}
