@@ -27,6 +27,10 @@ MIN_EPISODES = 100
 Config = TypeVar("Config", bound=AlgorithmConfig)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Names defaults, and leaves the description's lines as they are."""
+
+
 def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """A command line with RLlib's standard example arguments, to which an example adds its own.
 
@@ -34,9 +38,7 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
         description: What `--help` shows, for instance the example's docstring.
         defaults: The example's own defaults, by the arguments' names in Python.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     add_standard_arguments(parser)
     parser.set_defaults(**defaults)
     return parser
@@ -152,6 +154,22 @@ def train_until(
                 f"{metrics[0]} of {args.stop_reward:g}: {'reached' if reached else 'NOT reached'}"
             )
             return Training(algo, reached, values, seconds)
+
+
+def run(
+    config: AlgorithmConfig,
+    args: argparse.Namespace,
+    metrics: Sequence[str] = (EPISODE_RETURN_MEAN,),
+) -> int:
+    """Starts Ray and trains, see `train_until`.
+
+    Returns:
+        An exit code: 0 if the mean return was reached, else 1.
+    """
+    with local_ray(args):
+        training = train_until(config, args, metrics)
+        training.algo.stop()
+    return 0 if training.reached else 1
 
 
 class RecentMeans:

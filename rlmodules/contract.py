@@ -33,10 +33,10 @@ def check_memory(memory: Memory | Callable[[int], Memory], *, seed: int = 0) -> 
 
     Example:
         ```python
-        from rlmodules import DeepLinearAttentionConfig, check_memory
+        from rlmodules import check_memory
+        from rlmodules.memories import LinearAttention
 
-        config = DeepLinearAttentionConfig(max_seq_len=64, d_model=8, feedforward_dim=8)
-        check_memory(config.build_memory)
+        check_memory(LinearAttention(input_dim=5, d_model=8, num_heads=2, head_dim=4))
         ```
     """
     if not isinstance(memory, Memory):

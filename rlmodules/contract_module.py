@@ -24,18 +24,19 @@ def check_module(module: TorchRLModule, *, seed: int = 0) -> None:
     included.
 
     Args:
-        module: The module, as `RLModuleSpec.build` or `Algorithm.get_module` returns it. It is not
-            changed.
+        module: The module, as `RLModuleSpec.build` returns it. It is not changed.
         seed: Seed of the observations.
 
     Raises:
         AssertionError: If there is a difference. The message names it, the row and the step.
-        ValueError: If the module has no memory or no value function.
+        ValueError: If the module has no memory or no value function, or is inference-only.
     """
-    if not (module.is_stateful() and isinstance(module, ValueFunctionAPI)):
+    trains = isinstance(module, ValueFunctionAPI) and not module.inference_only
+    if not (module.is_stateful() and trains):
         raise ValueError(
             f"{type(module).__name__} can't be checked: only a module with a state and with "
-            "`compute_values` can, of PPO for instance."
+            "`compute_values` can, of PPO for instance, and not an inference-only one. Build it "
+            "with `RLModuleSpec.build`."
         )
     module = copy.deepcopy(module).to("cpu")
     obs = _observations(module, seed)
