@@ -2,6 +2,8 @@
 
 from rlmodules.actor_critic import MemoryRLModule
 from rlmodules.configs import MemoryConfig
+from rlmodules.contract import check_memory
+from rlmodules.contract_module import check_module
 from rlmodules.export import export_onnx, export_torch
 from rlmodules.gtrxl import GTrXLConfig, GTrXLQRLModule, GTrXLRLModule, GTrXLSACRLModule
 from rlmodules.gtrxl_legacy import load_legacy_weights
@@ -35,6 +37,8 @@ __all__ = [
     "MemoryQRLModule",
     "MemoryRLModule",
     "MemorySACRLModule",
+    "check_memory",
+    "check_module",
     "export_onnx",
     "export_torch",
     "load_legacy_weights",

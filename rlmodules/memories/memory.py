@@ -13,7 +13,7 @@ State = dict[str, Tensor]
 class Memory(nn.Module, abc.ABC):
     """A map from a sequence and a state to a sequence and a state.
 
-    Promises, proven for every memory by `tests/contracts.py`:
+    Promises, which [`check_memory`][rlmodules.check_memory] checks:
 
     1. T calls with one step equal one call with T steps.
     2. Any split of T into consecutive calls gives the same outputs and final state.
@@ -22,6 +22,9 @@ class Memory(nn.Module, abc.ABC):
     4. A row with a reset equals two rows.
     5. The output at t depends on inputs up to t only.
     6. Outputs and states stay finite over 100,000 steps; states stay float32 under autocast.
+    7. Gradients of inputs and incoming states are exact; where `detaches_state` is True, none flow
+       into the latter.
+    8. What a row gives depends on that row alone, and nothing that is passed in is changed.
 
     Attributes:
         input_dim: Features D that `forward` takes.
