@@ -6,6 +6,7 @@ from pathlib import Path
 
 from examples.popgym_setup import ENVS, MEMORIES
 from examples.run_dir import RunDir
+from examples.runner import add_standard_arguments
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -15,6 +16,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Trains PPO with memory on a POPGym environment.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add_standard_arguments(parser)
     add = parser.add_argument
     add(
         "--env",
@@ -36,22 +38,6 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("off", "on", "auto"),
         help="torch.compile for the memory; auto: on CPUs once a run has taken five minutes",
     )
-    add("--seed", type=int, default=0)
-    add("--num-env-runners", type=int, default=0, help="0: the main process samples")
-    add("--num-envs-per-env-runner", type=int, default=16)
-    add("--num-learners", type=int, default=0, help="0: the main process learns")
-    add("--num-gpus-per-learner", type=float, default=0)
-    add(
-        "--num-threads",
-        type=int,
-        default=1,
-        help="torch's threads in the main process; a model this small hardly gains from more, and "
-        "loses much where other processes want the cores",
-    )
-    add("--num-cpus", type=int, help="CPUs that Ray may use (default: all)")
-    add("--stop-reward", type=float, default=0.9, help="mean return that ends the training")
-    add("--stop-timesteps", type=int, default=400_000, help="environment steps at most")
-    add("--stop-iters", type=int, default=1_000, help="iterations at most")
     add("--as-test", action="store_true", help="exit code 1 if `--stop-reward` is not reached")
     add(
         "--evaluation-interval",

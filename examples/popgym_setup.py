@@ -1,8 +1,6 @@
 """PPO on POPGym: the environments, the policies to choose from, one set of hyperparameters."""
 
-import logging
 import math
-import warnings
 from typing import Any
 
 import gymnasium as gym
@@ -17,6 +15,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.tune.registry import register_env
 
 from connectors import connect
+from examples import runner
 from rlmodules import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionRLModule,
@@ -75,20 +74,11 @@ register_env(RLLIB_ENV, make_env)
 
 
 def start_ray(num_cpus: int | None = None) -> None:
-    """Starts Ray on this machine, quietly: errors reach the terminal, warnings do not."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="gymnasium")
+    """Starts Ray on this machine, if it does not run yet."""
     if not ray.is_initialized():
-        ray.init(
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        runner.start_ray(num_cpus)
     # Ray forgets what was registered before when it is shut down.
     register_env(RLLIB_ENV, make_env)
-    for name in ("ray", "ray.rllib", "ray.tune"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def build_config(
