@@ -28,6 +28,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
@@ -73,9 +74,9 @@ class FlashedColour(gym.Env):
         return {"image": noise, "answer_now": int(self.t == LENGTH - 1)}
 
 
-def build_config(args: argparse.Namespace) -> PPOConfig:
+def build_config(args: argparse.Namespace) -> AlgorithmConfig:
     """The config."""
-    model_config = DeepLinearAttentionConfig(
+    model_config: Any = DeepLinearAttentionConfig(
         max_seq_len=LENGTH + 1,  # an episode, and the step that RLlib appends to bootstrap from
         conv_filters=[[8, 4, 4], [16, 4, 4]],
         d_model=32,

@@ -27,8 +27,10 @@ environment with seeds 0 to 2, half a minute on a free CPU core. The one without
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from popgym.envs.repeat_previous import RepeatPreviousEasy
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.connectors.env_to_module import FlattenObservations
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
@@ -49,14 +51,13 @@ RETURNS = [f"{EPISODE_MODULE_RETURN_MEAN}/{policy}" for policy in POLICIES.value
 TwoGames = make_multi_agent(lambda _: RepeatPreviousEasy())
 
 
-def build_config(args: argparse.Namespace) -> PPOConfig:
+def build_config(args: argparse.Namespace) -> AlgorithmConfig:
     """The config of both policies."""
+    with_memory: Any = DeepLinearAttentionConfig(max_seq_len=MAX_SEQ_LEN)
+    without: Any = DefaultModelConfig(fcnet_hiddens=[128, 128])
     specs = {
-        "memory": RLModuleSpec(
-            module_class=DeepLinearAttentionRLModule,
-            model_config=DeepLinearAttentionConfig(max_seq_len=MAX_SEQ_LEN),
-        ),
-        "no_memory": RLModuleSpec(model_config=DefaultModelConfig(fcnet_hiddens=[128, 128])),
+        "memory": RLModuleSpec(module_class=DeepLinearAttentionRLModule, model_config=with_memory),
+        "no_memory": RLModuleSpec(model_config=without),
     }
     config = (
         PPOConfig()
@@ -69,7 +70,7 @@ def build_config(args: argparse.Namespace) -> PPOConfig:
         )
         .multi_agent(
             policies=set(specs),
-            policy_mapping_fn=lambda agent_id, *_, **__: POLICIES[agent_id],
+            policy_mapping_fn=policy_of,
         )
         .rl_module(rl_module_spec=MultiRLModuleSpec(rl_module_specs=specs))
         .training(
@@ -78,6 +79,11 @@ def build_config(args: argparse.Namespace) -> PPOConfig:
         )
     )
     return connect(apply_arguments(config, args))
+
+
+def policy_of(agent_id: Any, *_: Any, **__: Any) -> str:
+    """RLlib's policy mapping."""
+    return POLICIES[agent_id]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

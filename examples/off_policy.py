@@ -28,6 +28,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.sac import SACConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -83,9 +84,9 @@ class TMaze(gym.Env):
         return observation, reward, fork, False, {}
 
 
-def build_config(args: argparse.Namespace) -> DQNConfig | SACConfig:
+def build_config(args: argparse.Namespace) -> AlgorithmConfig:
     """The config of either algorithm."""
-    model_config = DeepLinearAttentionConfig(
+    model_config: Any = DeepLinearAttentionConfig(
         max_seq_len=args.length + 2,  # an episode, and the slot of the observation after it
         d_model=32,
         num_heads=2,

@@ -176,7 +176,7 @@ class RecentMeans:
         num_episodes = int(runners.get(NUM_EPISODES, 0))
         if num_episodes == 0:
             return
-        values = [reduce(getitem, metric.split("/"), runners) for metric in self._metrics]
+        values: list[Any] = [reduce(getitem, name.split("/"), runners) for name in self._metrics]
         self._rows.append((num_episodes, [float(value) for value in values]))
         self.num_episodes += num_episodes
         while self.num_episodes - self._rows[0][0] >= MIN_EPISODES:
