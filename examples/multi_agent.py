@@ -64,9 +64,7 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
         .environment(TwoGames, env_config={"num_agents": 2})
         .env_runners(
             # RLlib's MLP takes flat vectors, ours cards as they are.
-            env_to_module_connector=lambda env, spaces, device: FlattenObservations(
-                multi_agent=True, agent_ids=[1]
-            ),
+            env_to_module_connector=lambda *_: FlattenObservations(multi_agent=True, agent_ids=[1]),
         )
         .multi_agent(
             policies=set(specs),
