@@ -8,6 +8,8 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, TypeVar
 
 import ray
@@ -146,7 +148,7 @@ def train_until(
         env_steps = int(result[NUM_ENV_STEPS_SAMPLED_LIFETIME])
         recent.add(result[ENV_RUNNER_RESULTS])
         values = recent.means()
-        shown = "   ".join(f"{metric} {value:8.2f}" for metric, value in values.items())
+        shown = "   ".join(f"{name.split('/')[-1]} {value:8.2f}" for name, value in values.items())
         print(f"iteration {iteration:>4}   {env_steps:>9,} steps   {shown}   {seconds:>6.1f} s")
         reached = recent.num_episodes >= MIN_EPISODES and values[metrics[0]] >= args.stop_reward
         if reached or env_steps >= args.stop_timesteps or iteration >= args.stop_iters:
@@ -176,7 +178,7 @@ class RecentMeans:
     """Means of metrics over the last iterations, as many as hold `MIN_EPISODES` episodes.
 
     Args:
-        metrics: The metrics' names.
+        metrics: The metrics' names, those of nested ones joined by slashes.
 
     Attributes:
         num_episodes: Episodes that the means are over.
@@ -192,7 +194,8 @@ class RecentMeans:
         num_episodes = int(runners.get(NUM_EPISODES, 0))
         if num_episodes == 0:
             return
-        self._rows.append((num_episodes, [float(runners[metric]) for metric in self._metrics]))
+        values: list[Any] = [reduce(getitem, name.split("/"), runners) for name in self._metrics]
+        self._rows.append((num_episodes, [float(value) for value in values]))
         self.num_episodes += num_episodes
         while self.num_episodes - self._rows[0][0] >= MIN_EPISODES:
             self.num_episodes -= self._rows.popleft()[0]
