@@ -116,7 +116,7 @@ def draw_curves(
         steps = [row["env_steps"] for row in points]
         axes.plot(steps, [row["return_mean"] for row in points], label=label, linewidth=2)
     axes.axhline(goal, color="grey", linestyle="--", linewidth=1)
-    axes.set(title=title, xlabel="environment steps", ylabel="mean return of 100 episodes")
+    axes.set(title=title, xlabel="environment steps", ylabel="mean return of an iteration")
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(alpha=0.3)

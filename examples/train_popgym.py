@@ -57,7 +57,7 @@ from examples.popgym_setup import (
 from examples.reporting import Display, draw_curves, metrics_row
 from examples.run_dir import RunDir
 
-# The stop criterion is a mean over this many episodes, RLlib's window for it.
+# RLlib's means are over an iteration's episodes; those of the first ones may be luck.
 MIN_EPISODES = 100
 
 

@@ -149,15 +149,14 @@ def check_padding(memory: Memory, lengths: Sequence[int] = (70, 33, 0), *, seed:
             continue
         alone = case.run(case.x[b : b + 1, :length], row_of(before, b))
         case.same((y[b : b + 1, :length], row_of(state, b)), alone, how, b)
-    loss = y[valid].square().sum()
-    if loss.requires_grad:
-        loss.backward()
+    case.require(y.requires_grad, "outputs have no gradient")
+    y[valid].square().sum().backward()
     gradients = {"inputs": x.grad, **{n: p.grad for n, p in case.memory.named_parameters()}}
     for name, grad in gradients.items():
         finite = grad is None or bool(grad.isfinite().all())
         case.require(finite, f"with NaN in the padding, the gradient of `{name}` isn't finite")
-    padding = x.grad[~valid] if x.grad is not None else torch.zeros(1)
-    case.require(bool((padding == 0).all()), "a gradient flows into the padding")
+    flows = x.grad is not None and bool((x.grad[~valid] != 0).any())
+    case.require(not flows, "a gradient flows into the padding")
 
 
 def check_resets(
@@ -198,11 +197,12 @@ def check_reset_gradients(memory: Memory, *, seed: int = 0) -> None:
     resets = torch.zeros(ROWS, 60, dtype=torch.bool)
     resets[:, 30] = True
     y, _ = case.run(x, before, resets=resets)
+    case.require(y.requires_grad, "outputs have no gradient")
     y[:, 30:].square().sum().backward()
-    for name, grad in {
-        "inputs before it": x.grad if x.grad is None else x.grad[:, :30],
-        **{f"incoming state `{key}`": value.grad for key, value in before.items()},
-    }.items():
+    flowing = torch.zeros_like(x) if x.grad is None else x.grad
+    case.require(bool(flowing[:, 30:].any()), "no gradient flows into the inputs behind a reset")
+    gradients = {f"incoming state `{key}`": value.grad for key, value in before.items()}
+    for name, grad in {"inputs before it": flowing[:, :30], **gradients}.items():
         size = 0.0 if grad is None else grad.abs().max().item()
         what = f"after a reset at step 30, the gradient of the {name} is up to {size:.2g}, not 0"
         case.require(size == 0.0, what)
@@ -235,7 +235,9 @@ def check_state_gradients(memory: Memory, *, seed: int = 0) -> None:
             got = "no gradient" if value.grad is None else "a gradient"
             what = f"`detaches_state` is {memory.detaches_state}, but the state `{key}` gets {got}"
             case.require((value.grad is None) == memory.detaches_state, what)
-    for b, t in torch.zeros_like(x) if x.grad is None else (x.grad == 0).all(-1).nonzero().tolist():
+    grad = torch.zeros_like(x) if x.grad is None else x.grad
+    if without := (grad == 0).all(-1).nonzero().tolist():
+        b, t = without[0]
         case.fail(f"the input of row {b} at step {t} gets no gradient")
 
 
