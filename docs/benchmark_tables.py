@@ -1,4 +1,4 @@
-"""Turns `benchmarks/results/*.json` into the tables of `docs/benchmarks.md`."""
+"""Turns `benchmarks/results/*.json` into tables: all of `docs/benchmarks.md`, some of other pages."""
 
 import json
 from collections.abc import Iterable
@@ -26,6 +26,18 @@ def all_tables(folder: Path) -> str:
         parts.append(f"### {benchmark}")
         for _, name, rows in tables:
             parts += [f"`benchmarks/results/{name}`. {_machine(rows[0])}", _table(rows)]
+    return "\n\n".join(parts)
+
+
+def table_of(folder: Path, benchmark: str, case: str) -> str:
+    """Markdown of one benchmark's results for cases whose name is `case` or starts with it."""
+    parts = []
+    for found, name, rows in sorted(_read(folder), key=lambda result: result[:2]):
+        rows = [row for row in rows if row["case"].split()[0] == case]
+        if found == benchmark and rows:
+            parts += [f"`benchmarks/results/{name}`. {_machine(rows[0])}", _table(rows)]
+    if not parts:
+        raise ValueError(f"No results of {benchmark!r} have the case {case!r}.")
     return "\n\n".join(parts)
 
 

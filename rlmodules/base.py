@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from ray.rllib.core.rl_module.apis import InferenceOnlyAPI
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.utils.annotations import override
+from torch import nn
 
 from rlmodules.compilation import compile_blocks
 from rlmodules.configs import MemoryConfig
@@ -52,10 +53,17 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
             # message about that.
             raise RuntimeError(f"Building {type(self).__name__} failed: {error}") from error
 
-    def build_core(self, config: MemoryConfig) -> MemoryCore:
-        """An encoder for the observation space with a memory behind it."""
+    def build_encoder(self, config: MemoryConfig) -> nn.Module:
+        """What turns observations into the memory's features; override it for one of your own.
+
+        Called once for each memory.
+
+        Returns:
+            A module from `OBS`, leaves `(B, T, ...)`, to features `(B, T, output_dim)`, which
+            says what its `output_dim` is.
+        """
         masked = config.action_mask is not None
-        encoder = ObservationEncoder(
+        return ObservationEncoder(
             self.action_mask.encoded_space if masked else self.observation_space,
             config.fcnet_hiddens,
             config.fcnet_activation,
@@ -65,6 +73,10 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 "conv_activation": config.conv_activation,
             },
         )
+
+    def build_core(self, config: MemoryConfig) -> MemoryCore:
+        """An encoder for the observation space with a memory behind it."""
+        encoder: Any = self.build_encoder(config)
         return MemoryCore(encoder, config.build_memory(encoder.output_dim))
 
     def compile_cores(self) -> None:

@@ -8,7 +8,6 @@ import tree
 from ray.rllib.core.columns import Columns
 from torch import Tensor, nn
 
-from rlmodules.encoders import ObservationEncoder
 from rlmodules.memories import Memory, State
 
 # Timesteps that one pass of `in_row_blocks` takes at a time. Bounds its memory; twice as fast as
@@ -19,7 +18,7 @@ VALUE_STEPS = 2048
 class MemoryCore(nn.Module):
     """Encoder and memory: observations and a state -> features and a state."""
 
-    def __init__(self, encoder: ObservationEncoder, memory: Memory):
+    def __init__(self, encoder: nn.Module, memory: Memory):
         super().__init__()
         self.encoder = encoder
         self.memory = memory

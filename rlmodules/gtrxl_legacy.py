@@ -78,7 +78,8 @@ def _convert(module: GTrXLRLModule, rest: dict[str, Tensor]) -> dict[str, Tensor
         for kind in ("weight", "bias"):
             state[f"{ours}.{kind}"] = rest.pop(f"{theirs}._model.0.{kind}")
 
-    layers = module.core.encoder.mlp.named_children()
+    encoder: Any = module.core.encoder
+    layers = encoder.mlp.named_children()
     linear = [name for name, layer in layers if isinstance(layer, nn.Linear)]
     for depth, name in enumerate(linear):
         take_linear(f"core.encoder.mlp.{name}", f"_hidden_layers.{depth}")

@@ -4,6 +4,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location(
     "benchmark_tables", ROOT / "docs" / "benchmark_tables.py"
@@ -40,6 +42,16 @@ def test_known_records(tmp_path) -> None:
     assert "`benchmarks/results/cpu.json`. cpu two cores" in text
     assert "| 16x1x1024x15 | popgym | time | 1.5 ms [1, 2] | 3 s | 2000.00x | 5x |" in text
     assert "| 16x1x1024x15 | itself | time | 1.5 ms [1, 2] |  |  |  |" in text
+
+
+def test_one_case(tmp_path) -> None:
+    others = [RECORD | {"case": "deep 16x1"}, RECORD | {"case": "deeper"}]
+    (tmp_path / "cpu.json").write_text(json.dumps([RECORD, *others]))
+    text = tables.table_of(tmp_path, "kernels", "deep")
+    assert "| deep 16x1 | popgym | time |" in text
+    assert text.count("popgym") == 1
+    with pytest.raises(ValueError, match="No results of 'kernels' have the case 'shallow'"):
+        tables.table_of(tmp_path, "kernels", "shallow")
 
 
 def test_committed_results() -> None:
