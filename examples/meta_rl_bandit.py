@@ -19,8 +19,8 @@ A return is the sum of 10 pulls. With four arms it is 3.0 for random arms, as fo
 always the same, and 9.0 for one who knows the best arm from the start. Training stops when the
 last episode of a trial returns 8 on average: after 52,000, 56,000 and 64,000 environment steps with
 seeds 0 to 2, 15 to 20 seconds on a free CPU core. The returns of a trial's episodes are then 5.9,
-8.2, 8.4 and 8.3 (seed 0): it explores in the first and exploits in the others. The exit code is 1 if 8
-isn't reached.
+8.2, 8.4 and 8.3 (seed 0): the policy explores in the first and exploits in the others. The exit
+code is 1 if 8 isn't reached.
 """
 
 import argparse

@@ -61,7 +61,7 @@ def add_standard_arguments(parser: argparse.ArgumentParser) -> None:
         help="torch's threads in the main process; a model this small hardly gains from more, and "
         "loses much where other processes want the cores",
     )
-    add("--num-cpus", type=int, help="CPUs that Ray may use (default: all)")
+    add("--num-cpus", type=int, help="CPUs that Ray may use; None: all")
     add("--stop-reward", type=float, default=0.9, help="mean return that ends the training")
     add("--stop-timesteps", type=int, default=400_000, help="environment steps at most")
     add("--stop-iters", type=int, default=1_000, help="iterations at most")
