@@ -11,8 +11,8 @@ from ray.rllib.utils.metrics import (
     NUM_EPISODES_LIFETIME,
 )
 
-# RLlib's window for the mean return; before it is full, a mean may be luck.
-WINDOW = 100
+# Before so many episodes have ended, a mean return may be luck.
+MIN_EPISODES = 100
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Curve:
     seconds: list[float] = field(default_factory=list)
     """Time spent in `Algorithm.train` so far."""
     returns: list[float] = field(default_factory=list)
-    """Mean return of the last episodes."""
+    """Mean return of the episodes that ended in the iteration, at most 100."""
     goal_at: int | None = None
     """The first iteration whose mean return reached the goal."""
 
@@ -46,7 +46,7 @@ def train_curve(
 
     Args:
         config: What to train.
-        goal: Mean return of 100 episodes.
+        goal: Mean return of the episodes of an iteration.
         max_steps: Environment steps at most.
         stop_at_goal: Whether the goal ends the run.
 
@@ -67,7 +67,7 @@ def train_curve(
             curve.steps.append(int(result[NUM_ENV_STEPS_SAMPLED_LIFETIME]))
             curve.seconds.append(round(spent, 2))
             curve.returns.append(round(float(runners[EPISODE_RETURN_MEAN]), 4))
-            full = runners[NUM_EPISODES_LIFETIME] >= WINDOW
+            full = runners[NUM_EPISODES_LIFETIME] >= MIN_EPISODES
             if curve.goal_at is None and full and curve.returns[-1] >= goal:
                 curve.goal_at = len(curve.returns) - 1
                 if stop_at_goal:

@@ -121,7 +121,7 @@ def draw(curves: dict[str, list[Curve]], path: Path, title: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("mean return of 100 episodes")
+    panels[0].set_ylabel("mean return of an iteration")
     panels[0].legend(frameon=False)
     figure.suptitle(f"{title}, {len(next(iter(curves.values())))} seeds each, until {GOAL:g}")
     path.parent.mkdir(parents=True, exist_ok=True)
