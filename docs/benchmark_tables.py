@@ -1,4 +1,4 @@
-"""Turns `benchmarks/results/*.json` into tables: all of `docs/benchmarks.md`, some of other pages."""
+"""Turns `benchmarks/results/*.json` into tables, all for `docs/benchmarks.md`, some elsewhere."""
 
 import json
 from collections.abc import Iterable
