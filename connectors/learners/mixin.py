@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import ray
 import torch
 from ray.rllib.connectors.learner import GeneralAdvantageEstimation
-from ray.rllib.core import ALL_MODULES
+from ray.rllib.core import ALL_MODULES, COMPONENT_OPTIMIZER
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.annotations import override
@@ -17,6 +18,7 @@ from ray.rllib.utils.typing import ParamDict
 from connectors.advantages import ComputeAdvantages
 from connectors.learners.common_modules import KeepCommonModules
 from connectors.learners.minibatches import RowMinibatches
+from connectors.learners.saved_state import ADAPTED_STATE, adapted_state, restore_adapted_state
 
 logger = logging.getLogger("rllib_memory")
 
@@ -32,8 +34,14 @@ class MemoryLearnerMixin(TorchLearner):
     - RLlib's advantage connector is replaced by `ComputeAdvantages`.
     - Every row of a batch is trained on equally often, see `RowMinibatches`.
     - Several Learners update the same modules, see `KeepCommonModules`.
+    - Checkpoints hold what RLlib leaves out of them: coefficients, moving averages and the times of
+      target updates, so that a resumed run makes the update that the saved one would have made.
     """
 
+    restored: bool = False
+    """Whether a checkpoint's Learner was restored since `require_learners` looked."""
+
+    _restore_error: Exception | None = None
     _largest_raw_gradient: torch.Tensor | None = None
 
     @override(TorchLearner)
@@ -119,6 +127,43 @@ class MemoryLearnerMixin(TorchLearner):
             logger.warning("Skipped an update: its gradients hold NaN or infinite numbers.")
             return
         super().apply_gradients(gradients_dict)
+
+    @override(TorchLearner)
+    def restore_from_path(self, *args: Any, **kwargs: Any) -> None:
+        """Restores a checkpoint.
+
+        RLlib 2.60 takes a Learner actor that raises here out of service, and fails later for having
+        none. So an actor raises when RLlib asks for the restored weights, which it does at once.
+        """
+        self._restore_error = None
+        try:
+            super().restore_from_path(*args, **kwargs)
+        except Exception as error:
+            if not (ray.is_initialized() and ray.get_runtime_context().get_actor_id()):
+                raise
+            self._restore_error = error
+        self.restored = True
+
+    @override(TorchLearner)
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """RLlib's state, with what it leaves out where optimizers are asked for."""
+        if self._restore_error is not None:
+            raise self._restore_error
+        state = super().get_state(*args, **kwargs)
+        if COMPONENT_OPTIMIZER in state:
+            state[ADAPTED_STATE] = adapted_state(self)
+        return state
+
+    @override(TorchLearner)
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores what `get_state` returned.
+
+        Raises:
+            ValueError: if optimizers come without what else this Learner goes on from.
+        """
+        if COMPONENT_OPTIMIZER in state:
+            restore_adapted_state(self, state.get(ADAPTED_STATE, {}))
+        super().set_state(state)
 
 
 def _largest(gradients: ParamDict) -> torch.Tensor:
