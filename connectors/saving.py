@@ -67,8 +67,8 @@ def require_learners(*, algorithm: Algorithm, **kwargs: Any) -> None:
     Raises:
         RuntimeError: if the checkpoint that was just loaded is such a one.
     """
-    results: Any = algorithm.learner_group.foreach_learner(_was_restored)
-    if not all(result.get() for result in results):
+    learner_group: Any = algorithm.learner_group
+    if not all(result.get() for result in learner_group.foreach_learner(_was_restored)):
         raise RuntimeError(
             "The checkpoint holds no weights: a Learner died while it was saved. Resume from an "
             "earlier checkpoint."

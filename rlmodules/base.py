@@ -9,13 +9,13 @@ from ray.rllib.core.rl_module.apis import InferenceOnlyAPI
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.utils.annotations import override
 
-from rlmodules.compilation import compile_blocks
 from rlmodules.checkpoint_version import (
     CHECKPOINT_VERSION,
     VERSION_KEY,
     check_version,
     read_version,
 )
+from rlmodules.compilation import compile_blocks
 from rlmodules.configs import MemoryConfig
 from rlmodules.core import MemoryCore
 from rlmodules.encoders import ObservationEncoder

@@ -99,7 +99,6 @@ def learner_of(algorithm):
 def update(algorithm, episodes, num_steps):
     """One update as the Learner makes it; that of APPO and IMPALA would leave it to a thread."""
     torch.manual_seed(num_steps)
-    np.random.seed(num_steps)
     Learner.update(
         learner_of(algorithm),
         training_data=TrainingData(episodes=copy.deepcopy(episodes)),

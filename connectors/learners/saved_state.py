@@ -28,7 +28,7 @@ def adapted_state(learner: Learner) -> dict[str, dict[str, Any]]:
     """By attribute and module, what the Learner adapted; tensors as numpy arrays."""
     state = {}
     for name, by_module in _present(learner).items():
-        values = {id_: _current(by_module[id_]) for id_ in learner.module.keys()}
+        values = {id_: _current(by_module[id_]) for id_, _ in learner.module.items()}
         state[name] = {
             id_: value.detach().cpu().numpy().copy() if isinstance(value, Tensor) else value
             for id_, value in values.items()
