@@ -36,8 +36,8 @@ B, T = 1, 20
 OBS = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
 DISCRETE = gym.spaces.Discrete(3)
 BOX = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
-SMALL = {"max_seq_len": 8, "fcnet_hiddens": [4], "compile": False}
-NARROW = {**SMALL, "d_model": 4, "num_heads": 2, "head_dim": 2, "feedforward_dim": 4}
+SMALL = {"max_seq_len": 8, "fcnet_hiddens": [6], "compile": False}
+NARROW = {**SMALL, "d_model": 4, "num_heads": 2, "head_dim": 4, "feedforward_dim": 4}
 ONE_LAYER = {**NARROW, "num_layers": 1}
 POPGYM = {**SMALL, "hidden_size": 9, "head_fcnet_hiddens": [4]}
 
