@@ -164,6 +164,13 @@ class MemoryLearnerMixin(TorchLearner):
         if COMPONENT_OPTIMIZER in state:
             restore_adapted_state(self, state.get(ADAPTED_STATE, {}))
         super().set_state(state)
+        # Population based training resumes with another learning rate than the checkpoint's, which
+        # RLlib 2.60 would use for an update more. Private, as Learners don't show their schedules;
+        # a test fails if Ray renames them.
+        schedules: Any = self._optimizer_lr_schedules
+        for optimizer, schedule in schedules.items():
+            if not schedule.use_schedule:
+                self._set_optimizer_lr(optimizer, lr=schedule.get_current_value())
 
 
 def _largest(gradients: ParamDict) -> torch.Tensor:

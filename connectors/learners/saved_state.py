@@ -47,8 +47,9 @@ def restore_adapted_state(learner: Learner, state: Mapping[str, Mapping[str, Any
     if missing:
         raise ValueError(
             f"The checkpoint's Learner lacks {sorted(missing)}, which {type(learner).__name__} "
-            "goes on from: it was saved by a Learner of another class, without `connect` perhaps. "
-            "Restore the modules alone, with `component='learner_group/learner/rl_module'`."
+            "goes on from: a Learner of another class saved it, without `connect` perhaps. Restore "
+            "the modules alone: `restore_from_path(..., component='learner_group/learner/"
+            "rl_module')`."
         )
     for name, by_module in present.items():
         for id_, value in state[name].items():
