@@ -22,6 +22,7 @@ from connectors.policy import MemoryPolicy
 from connectors.previous_steps import AddPreviousActionsRewards
 from connectors.recording import RecordingEnvRunner
 from connectors.replay import SequenceReplayBuffer
+from connectors.saving import save_checkpoint
 from connectors.snapshots import StateSnapshot
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "SequenceReplayBuffer",
     "StateSnapshot",
     "connect",
+    "save_checkpoint",
 ]

@@ -17,6 +17,7 @@ from ray.rllib.connectors.module_to_env import (
     UnBatchToIndividualItems,
 )
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
+from ray.rllib.utils import force_list
 
 from connectors.algorithms import learner_class, support_for
 from connectors.env_to_module import BuildModuleBatch, MapSpaces
@@ -26,6 +27,7 @@ from connectors.module_specs import validated_row_lengths
 from connectors.module_to_env import SampleActions
 from connectors.multi_agent_runner import MemoryMultiAgentEnvRunner
 from connectors.recording import record_without_states
+from connectors.saving import require_learners
 
 Piece = TypeVar("Piece", bound=ConnectorV2)
 
@@ -79,6 +81,9 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     support.prepare(config, validated_row_lengths(config))
     record_without_states(config)
     _set_multi_agent_runner(config)
+    callbacks = force_list(config.callbacks_on_checkpoint_loaded)
+    if require_learners not in callbacks:
+        config.callbacks(on_checkpoint_loaded=[*callbacks, require_learners])
 
     user = _user_builders(config)
     config.env_runners(

@@ -10,6 +10,8 @@ from typing import Any
 
 from ray.rllib.algorithms.algorithm import Algorithm
 
+from connectors import save_checkpoint
+
 # Checkpoints to keep: one more than needed, should the newest turn out to be damaged.
 NUM_CHECKPOINTS = 2
 PROGRESS_FILE = "progress.json"
@@ -54,12 +56,7 @@ class RunDir:
     def save(self, algo: Algorithm, progress: dict[str, Any]) -> Path:
         """Writes a checkpoint, then removes those that are not needed any more."""
         target = self.checkpoints / f"{progress['iteration']:06d}"
-        unfinished = target.with_suffix(".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        algo.save_to_path(str(unfinished))
-        (unfinished / PROGRESS_FILE).write_text(json.dumps(progress))
-        shutil.rmtree(target, ignore_errors=True)
-        unfinished.rename(target)
+        save_checkpoint(algo, target, files={PROGRESS_FILE: json.dumps(progress)})
         for old in self._complete()[:-NUM_CHECKPOINTS]:
             shutil.rmtree(old)
         return target

@@ -3,6 +3,7 @@
 import abc
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ray.rllib.core.rl_module.apis import InferenceOnlyAPI
@@ -10,6 +11,12 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.utils.annotations import override
 from torch import nn
 
+from rlmodules.checkpoint_version import (
+    CHECKPOINT_VERSION,
+    VERSION_KEY,
+    check_version,
+    read_version,
+)
 from rlmodules.compilation import compile_blocks
 from rlmodules.configs import MemoryConfig
 from rlmodules.core import MemoryCore
@@ -36,8 +43,10 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
     @override(TorchRLModule)
     def setup(self) -> None:
         """Builds the networks."""
+        settings = dict(self.model_config)
+        check_version(settings.pop(VERSION_KEY, CHECKPOINT_VERSION), type(self).__name__)
         try:
-            config = self.memory_config = self.config_class.from_dict(self.model_config)
+            config = self.memory_config = self.config_class.from_dict(settings)
             if config.action_mask is not None:
                 if not self.masks_actions:
                     raise ValueError(
@@ -93,6 +102,28 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
             if hasattr(acting, name):
                 delattr(acting, name)
         return acting
+
+    @override(TorchRLModule)
+    def get_metadata(self) -> dict[str, Any]:
+        """RLlib's, with the version of the checkpoint's format."""
+        return {**super().get_metadata(), VERSION_KEY: CHECKPOINT_VERSION}
+
+    @override(TorchRLModule)
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
+        """RLlib's, with the version: a later one may have settings that are unknown here."""
+        args, kwargs = super().get_ctor_args_and_kwargs()
+        settings = {**kwargs["model_config"], VERSION_KEY: CHECKPOINT_VERSION}
+        return args, {**kwargs, "model_config": settings}
+
+    @override(TorchRLModule)
+    def restore_from_path(self, path: str | Path, *, filesystem: Any = None, **kwargs: Any) -> None:
+        """Loads weights from a module's checkpoint, all or none.
+
+        Raises:
+            ValueError: If the checkpoint is of another version, or its weights do not fit.
+        """
+        check_version(read_version(path, filesystem), type(self).__name__)
+        super().restore_from_path(path, filesystem=filesystem, **kwargs)
 
     @override(TorchRLModule)
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from ray.tune.search.sample import Domain
+
 from rlmodules.compilation import Compile
 from rlmodules.memories import Memory
 
@@ -70,6 +72,14 @@ class MemoryConfig(abc.ABC):
     CPUs only after five minutes of training, since compiling takes half a minute to two."""
 
     def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if isinstance(value, Domain) or (isinstance(value, dict) and "grid_search" in value):
+                raise ValueError(
+                    f"`{setting.name}` is a search space, {value!r}, but Tune looks for them in an "
+                    "algorithm's settings only. Search over whole specs: "
+                    "`config.rl_module(rl_module_spec=tune.grid_search([...]))` after `connect`."
+                )
         max_seq_len: Any = self.max_seq_len
         if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
             raise ValueError(

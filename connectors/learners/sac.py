@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from ray.rllib.algorithms.sac.sac import SACConfig
 from ray.rllib.algorithms.sac.sac_learner import (
@@ -20,19 +19,16 @@ from ray.rllib.algorithms.sac.sac_learner import (
     TD_ERROR_MEAN_KEY,
 )
 from ray.rllib.algorithms.sac.torch.sac_torch_learner import SACTorchLearner
-from ray.rllib.core import COMPONENT_OPTIMIZER
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.learner import POLICY_LOSS_KEY
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
-from ray.rllib.utils.numpy import convert_to_numpy
 from ray.rllib.utils.typing import ModuleID, ParamDict
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from connectors.learners.replay import ReplayLearnerMixin, masked_mean, trained_steps
 
-LOG_ALPHA = "log_alpha"
 # Keys of `forward_train` that RLlib has no names for.
 LOGP, LOGP_NEXT, Q_CURR = "logp_resampled", "logp_next_resampled", "q_curr"
 # Beginnings of the names of the policy's parameters, in RLlib's modules and ours.
@@ -154,26 +150,6 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
             window=1,
         )
         return policy_loss + alpha_loss + sum(qf_losses.values())
-
-    @override(SACTorchLearner)
-    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The Learner's state with the temperatures, which RLlib 2.60 leaves out."""
-        state = super().get_state(*args, **kwargs)
-        if COMPONENT_OPTIMIZER in state:
-            state[LOG_ALPHA] = {
-                module_id: np.array(convert_to_numpy(log_alpha))
-                for module_id, log_alpha in self.curr_log_alpha.items()
-            }
-        return state
-
-    @override(SACTorchLearner)
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restores what `get_state` returned."""
-        super().set_state(state)
-        with torch.no_grad():
-            for module_id, value in state.get(LOG_ALPHA, {}).items():
-                log_alpha: Any = self.curr_log_alpha[module_id]
-                log_alpha.copy_(torch.from_numpy(value))
 
 
 def _check_outputs(module_id: ModuleID, fwd_out: dict[str, Any]) -> None:

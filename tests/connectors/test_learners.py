@@ -53,6 +53,18 @@ def test_build_swaps_the_advantage_connector(built):
     assert built._learner_connector.connectors[-1].gamma == built.config.gamma
 
 
+def test_another_learners_state_is_refused(built):
+    state = built.get_state()
+    del state["adapted_state"]["curr_kl_coeffs_per_module"]
+    before = weights(built)
+    state["rl_module"]["default_policy"] = {k: v + 1 for k, v in before.items()}
+    with pytest.raises(ValueError, match=r"lacks \['curr_kl_coeffs_per_module'\]"):
+        built.set_state(state)
+    assert all(torch.equal(before[key], value) for key, value in weights(built).items())
+    # Weights alone, as RLlib sends them.
+    built.set_state({"rl_module": {"default_policy": built.module["default_policy"].get_state()}})
+
+
 def test_updates_the_weights(built):
     before = weights(built)
     result = update(built)

@@ -285,6 +285,19 @@ def test_marwil_targets_are_those_of_the_present_weights(lambda_):
     assert position > len(episodes)
 
 
+def test_the_moving_average_is_saved():
+    def average(learner):
+        return learner.moving_avg_sqd_adv_norms_per_module["default_policy"].item()
+
+    config = offline_config(MARWILConfig).training(moving_average_sqd_adv_norm_update_rate=0.5)
+    learner, restored = make_learner(config), make_learner(config.copy(copy_frozen=False))
+    start = average(learner)
+    env = SampledObservations({"observation_space": BOX, "action_space": DISCRETE})
+    run(learner, play(env, 5, sample_action))
+    restored.set_state(learner.get_state())
+    assert average(restored) == average(learner) != start
+
+
 def test_module_without_memory():
     config = offline_config(MARWILConfig)
     config.rl_module(rl_module_spec=RLModuleSpec(model_config={"fcnet_hiddens": [8]}))

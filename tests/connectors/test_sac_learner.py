@@ -368,14 +368,14 @@ def learner_of(algorithm):
 
 def state_of(learner):
     """Weights, moments of the optimizers and temperatures, in one flat dict."""
-    state = learner.get_state(components=["rl_module", "optimizer", "log_alpha"])
+    state = learner.get_state(components=["rl_module", "optimizer"])
     return dict(tree.flatten_with_path({k: v for k, v in state.items() if isinstance(v, dict)}))
 
 
 def assert_states_equal(actual, expected):
     actual, expected = state_of(actual), state_of(expected)
     assert actual.keys() == expected.keys()
-    assert {path[0] for path in actual} == {"rl_module", "optimizer", "log_alpha"}
+    assert {path[0] for path in actual} == {"rl_module", "optimizer", "adapted_state"}
     for key, value in expected.items():
         np.testing.assert_array_equal(np.asarray(actual[key]), np.asarray(value), err_msg=str(key))
 

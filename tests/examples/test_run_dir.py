@@ -1,6 +1,8 @@
 """A run's directory survives a crash at any point."""
 
 import math
+import pickle
+from pathlib import Path
 
 import pytest
 
@@ -9,18 +11,19 @@ from examples.run_dir import NUM_CHECKPOINTS, RunDir
 
 
 class FakeAlgorithm:
-    """Writes a file where an algorithm writes a checkpoint; may crash half-way."""
+    """Writes files where an algorithm's Learner writes its own; may crash half-way."""
 
     def __init__(self, crash=False):
         self.crash = crash
 
     def save_to_path(self, path):
-        from pathlib import Path
-
-        Path(path).mkdir()
-        (Path(path) / "weights").write_text("1")
+        learner = Path(path) / "learner_group" / "learner"
+        modules = learner / "rl_module"
+        modules.mkdir(parents=True)
+        (modules / "module_state.pkl").write_bytes(pickle.dumps({}))
         if self.crash:
             raise RuntimeError("crash")
+        (learner / "state.pkl").write_bytes(pickle.dumps({}))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 from gymnasium import spaces
+from ray import tune
 from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.bc import BCConfig
 from ray.rllib.algorithms.dqn import DQNConfig
@@ -45,6 +46,12 @@ def test_unknown_key(key, hint):
     with pytest.raises(ValueError, match=f"`{key}` is no setting of DeepLinear") as error:
         DeepLinearAttentionConfig.from_dict({"max_seq_len": 8, key: 1})
     assert hint in str(error.value)
+
+
+@pytest.mark.parametrize("space", [tune.grid_search([8, 16]), tune.choice([8, 16])])
+def test_search_spaces_are_refused(space):
+    with pytest.raises(ValueError, match="`d_model` is a search space"):
+        DeepLinearAttentionConfig(max_seq_len=8, d_model=space)
 
 
 def test_unknown_key_in_a_module():
