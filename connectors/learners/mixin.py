@@ -200,8 +200,10 @@ class MemoryLearnerMixin(TorchLearner):
         Raises:
             ValueError: if optimizers come without what else this Learner goes on from.
         """
-        if COMPONENT_OPTIMIZER in state:
-            restore_adapted_state(self, state.get(ADAPTED_STATE, {}))
+        if COMPONENT_OPTIMIZER not in state:
+            super().set_state(state)
+            return
+        restore_adapted_state(self, state.get(ADAPTED_STATE, {}))
         super().set_state(state)
         # Population based training resumes with another learning rate than the checkpoint's, which
         # RLlib 2.60 would use for an update more. Private, as Learners don't show their schedules;

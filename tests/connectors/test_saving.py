@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there, whatever is killed while it is saved."""
 
+import json
 import os
 import pickle
 import shutil
@@ -7,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.ppo import PPOConfig
@@ -15,6 +17,7 @@ from ray.rllib.utils import checkpoints as rllib_checkpoints
 
 from connectors import MemoryPPOTorchLearner, connect, save_checkpoint, saving
 from rlmodules import LinearAttentionConfig, LinearAttentionRLModule
+from rlmodules.checkpoint_version import CHECKPOINT_VERSION, VERSION_KEY
 from tests.envs import RandomObservations
 
 pytestmark = pytest.mark.ray
@@ -135,6 +138,27 @@ def test_an_existing_path_stays(algo, tmp_path):
     with pytest.raises(ValueError, match="which exists, but no folder can be replaced"):
         save_checkpoint(algo, tmp_path / "1")
     assert list(tmp_path.rglob("*")) == [tmp_path / "1"]
+
+
+@pytest.mark.parametrize("change", ["version", "weights"])
+def test_an_algorithm_refuses_what_does_not_fit(algo, tmp_path, change):
+    path = Path(algo.save_to_path(str(tmp_path)))
+    folder = path / MODULE
+    weights = pickle.loads((folder / "module_state.pkl").read_bytes())
+    changed = {name: value + 1 for name, value in weights.items()}
+    if change == "version":
+        file, message = folder / "metadata.json", "but this rllib-memory reads version"
+        file.write_text(
+            json.dumps({**json.loads(file.read_text()), VERSION_KEY: CHECKPOINT_VERSION + 1})
+        )
+    else:
+        message = "The state does not fit this"
+        del changed[next(iter(changed))]
+    (folder / "module_state.pkl").write_bytes(pickle.dumps(changed))
+    with pytest.raises(ValueError, match=message):
+        algo.restore_from_path(str(path))
+    for name, value in algo.learner_group.get_weights()["default_policy"].items():
+        np.testing.assert_array_equal(value, weights[name])
 
 
 def test_tune_does_not_resume_without_a_learner(algo, tmp_path):
