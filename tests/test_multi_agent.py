@@ -95,7 +95,7 @@ def ppo(*, num_envs=2, fragment=19, num_learners=0, train=None, **env_config):
         .learners(num_learners=num_learners, learner_class=RecordingLearner)
         .training(
             train_batch_size_per_learner=num_envs * fragment,
-            minibatch_size=None,
+            minibatch_size=8 if num_learners > 1 else None,
             num_epochs=1,
             # The action of an agent that waits at the end of a fragment is trained on one update
             # later. Without updates the check holds for such steps, too.

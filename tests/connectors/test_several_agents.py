@@ -308,7 +308,7 @@ def test_env_runner_class():
     config = ppo().env_runners(env_runner_cls=Own)
     assert connect(config).env_runner_cls is Own
     with pytest.raises(ValueError, match="`env_runner_cls` is `Own`, whose episodes"):
-        connect(config.learners(num_learners=2))
+        connect(config.learners(num_learners=2).training(minibatch_size=8))
     config.env_runners(env_runner_cls=Derived)
     assert connect(config).env_runner_cls is Derived
 
