@@ -33,7 +33,7 @@ from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from connectors import connect
-from examples.runner import apply_arguments, local_ray, make_parser, train_until
+from examples.runner import apply_arguments, make_parser, run
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 0]], np.uint8)
@@ -106,12 +106,13 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains."""
+    """Runs the example.
+
+    Returns:
+        0; 1 if the return was not reached.
+    """
     args = make_parser(__doc__, stop_timesteps=200_000).parse_args(argv)
-    with local_ray(args):
-        training = train_until(build_config(args), args)
-        training.algo.stop()
-    return 0 if training.reached else 1
+    return run(build_config(args), args)
 
 
 if __name__ == "__main__":

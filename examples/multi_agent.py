@@ -41,7 +41,7 @@ from ray.rllib.utils.metrics import EPISODE_MODULE_RETURN_MEAN
 
 from connectors import connect
 from examples.popgym_setup import HYPERPARAMETERS
-from examples.runner import apply_arguments, local_ray, make_parser, train_until
+from examples.runner import apply_arguments, make_parser, run
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 
 MAX_SEQ_LEN = 64
@@ -85,13 +85,14 @@ def policy_of(agent_id: Any, *_: Any, **__: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains both policies."""
+    """Runs the example.
+
+    Returns:
+        0; 1 if the return was not reached.
+    """
     parser = make_parser(__doc__, stop_timesteps=200_000)
     args = parser.parse_args(argv)
-    with local_ray(args):
-        training = train_until(build_config(args), args, metrics=RETURNS)
-        training.algo.stop()
-    return 0 if training.reached else 1
+    return run(build_config(args), args, RETURNS)
 
 
 if __name__ == "__main__":

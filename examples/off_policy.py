@@ -34,7 +34,7 @@ from ray.rllib.algorithms.sac import SACConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from connectors import connect
-from examples.runner import apply_arguments, local_ray, make_parser, train_until
+from examples.runner import apply_arguments, make_parser, run
 from rlmodules import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionQRLModule,
@@ -120,15 +120,16 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains one of the two."""
+    """Runs the example.
+
+    Returns:
+        0; 1 if the return was not reached.
+    """
     parser = make_parser(__doc__, num_envs_per_env_runner=8, stop_timesteps=100_000)
     parser.add_argument("--algo", choices=("DQN", "SAC"), default="DQN")
     parser.add_argument("--length", type=int, default=10, help="steps from entrance to fork")
     args = parser.parse_args(argv)
-    with local_ray(args):
-        training = train_until(build_config(args), args)
-        training.algo.stop()
-    return 0 if training.reached else 1
+    return run(build_config(args), args)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ What it shows
 -------------
 - `num_learners=2`: the two exchange gradients at every minibatch (DDP; gloo on CPUs, nccl on GPUs).
 - Episodes that are cut between them, in the middle of a row: the state at the cut is computed from
-  the nearest recorded one, so both train on exact states. `num_rows_with_rebuilt_state` among the
-  Learner's metrics counts them.
+  the nearest recorded one, so both train on exact states. The metric
+  [`num_rebuilt_rows`](docs/how-to/metrics.md) counts them.
 - What is different in the config: the batch size is that of one Learner, the rest is as ever.
 
 How to run it
@@ -32,7 +32,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from connectors import connect
 from examples.popgym_setup import HYPERPARAMETERS
-from examples.runner import apply_arguments, local_ray, make_parser, train_until
+from examples.runner import apply_arguments, make_parser, run
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 
 MAX_SEQ_LEN = 64
@@ -62,13 +62,14 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains."""
+    """Runs the example.
+
+    Returns:
+        0; 1 if the return was not reached.
+    """
     parser = make_parser(__doc__, num_learners=2, stop_timesteps=200_000)
     args = parser.parse_args(argv)
-    with local_ray(args):
-        training = train_until(build_config(args), args)
-        training.algo.stop()
-    return 0 if training.reached else 1
+    return run(build_config(args), args)
 
 
 if __name__ == "__main__":

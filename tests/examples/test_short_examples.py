@@ -7,30 +7,66 @@ import numpy as np
 import pytest
 import torch
 
-from examples import meta_rl_bandit, own_memory, stateless_cartpole
+from examples import (
+    images,
+    meta_rl_bandit,
+    multi_agent,
+    off_policy,
+    own_memory,
+    stateless_cartpole,
+    two_learners,
+)
 from examples.meta_rl_bandit import TrialBandit
-from examples.runner import MIN_EPISODES, RecentMeans
+from examples.runner import MIN_EPISODES, RecentMeans, make_parser, train_until
 
-EXAMPLES = [own_memory, stateless_cartpole, meta_rl_bandit]
+# Examples whose iterations take no longer than a second, with arguments.
+QUICK = {
+    "own memory": (own_memory,),
+    "StatelessCartPole": (stateless_cartpole,),
+    "bandit": (meta_rl_bandit,),
+    "images": (images,),
+    "DQN": (off_policy,),
+    "SAC": (off_policy, "--algo", "SAC"),
+}
+LONG = {"agents": (multi_agent,), "Learners": (two_learners,)}
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
-def test_runs(example, capsys):
+@pytest.mark.parametrize("name", QUICK)
+def test_runs(name, capsys):
     """For an iteration, at the end of which the goal is not reached."""
+    example, *arguments = QUICK[name]
     settings = ["--stop-iters", "1", "--num-threads", str(torch.get_num_threads())]
-    assert example.main(settings) == 1
+    assert example.main([*arguments, *settings]) == 1
     *_, iteration, outcome = capsys.readouterr().out.splitlines()
     assert iteration.startswith("iteration    1")
     assert outcome.endswith("NOT reached")
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("name", LONG)
+def test_trains_in_small(name):
+    """On a part of an iteration's batch."""
+    (example,) = LONG[name]
+    num_learners = ["--num-learners", "2"] if name == "Learners" else []
+    args = make_parser("").parse_args(
+        ["--num-envs-per-env-runner", "2", "--stop-iters", "1", *num_learners]
+    )
+    config = example.build_config(args)
+    config.training(train_batch_size_per_learner=128, minibatch_size=64, num_epochs=1)
+    training = train_until(config, args, getattr(example, "RETURNS", ["episode_return_mean"]))
+    training.algo.stop()
+    assert not training.reached
+    assert np.isfinite(list(training.means.values())).all()
+
+
+@pytest.mark.ray
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
-def test_learns(example, seed):
-    assert example.main(["--seed", seed]) == 0
+@pytest.mark.parametrize("name", [*QUICK, *LONG])
+def test_learns(name, seed):
+    example, *arguments = (QUICK | LONG)[name]
+    assert example.main([*arguments, "--seed", seed]) == 0
 
 
 def test_a_memory_in_60_lines():
