@@ -31,7 +31,7 @@ train: $(STAMP)
 	$(BIN)/python -m examples.train_popgym $(if $(MEMORY),--memory $(MEMORY)) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

@@ -1,10 +1,12 @@
-"""What all tests share: seeds, NaN in uninitialised memory, one Ray for the whole run."""
+"""What all tests share: seeds, NaN in uninitialised memory, one Ray a test process."""
 
 import os
 
 # Before Ray or matplotlib are imported, and inherited by the processes that Ray starts.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Test processes run side by side, one a core. More threads would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
