@@ -17,8 +17,8 @@ code is 1 if a return differs.
 
 Results to expect
 -----------------
-Two cores, shared with the client and with other work: 53,000 requests of 1,000 sessions in 173 s,
-306 a second; 276 ms (median) to 1,602 ms (99 %) with 100 requests in flight. The mean return is
+Two cores, shared with the client: 53,000 requests of 1,000 sessions in 150 s, 354 a second; 275 ms
+(median) to 463 ms (99 %) with 100 requests in flight. The mean return is
 0.9676 over 1,000 episodes (seed 0 of the training), the same with and without a server. An episode
 takes 51 steps, so that the sessions need more than the 60 seconds for their first one.
 """
