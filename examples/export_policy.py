@@ -38,7 +38,7 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 
 from connectors import MemoryPolicy
 from examples.popgym_setup import make_env
-from examples.run_dir import RunDir
+from examples.run_dir import RunDir, newest_checkpoint
 from rlmodules import export_onnx, export_torch
 
 MODULE = "learner_group/learner/rl_module/default_policy"
@@ -139,14 +139,6 @@ def play(act: Act, env: str, num_episodes: int) -> np.ndarray:
     return returns
 
 
-def last_checkpoint(runs: Path) -> Path | None:
-    """The checkpoint that was written last, of all runs in a folder."""
-    found = [RunDir(path).last_checkpoint() for path in runs.glob("*/")]
-    return max(
-        (path for path in found if path), key=lambda path: path.stat().st_mtime, default=None
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the example.
 
@@ -164,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     # RLlib's warnings about its own constructors.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    checkpoint = args.checkpoint or last_checkpoint(Path("runs"))
+    checkpoint = args.checkpoint or newest_checkpoint(Path("runs").glob("*/"))
     if checkpoint is None:
         parser.error("no checkpoint in runs/. Train one: python -m examples.train_popgym")
     folder = checkpoint.absolute().parents[1]

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,11 @@ class RunDir:
         unfinished = self.path / f"{name}.unfinished"
         unfinished.write_text(text)
         os.replace(unfinished, self.path / name)
+
+
+def newest_checkpoint(runs: Iterable[Path]) -> Path | None:
+    """The checkpoint that was written last, of all these runs' directories."""
+    found = (RunDir(run).last_checkpoint() for run in runs)
+    return max(
+        (path for path in found if path), key=lambda path: path.stat().st_mtime, default=None
+    )

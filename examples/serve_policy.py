@@ -42,7 +42,7 @@ from ray import serve
 from connectors import MemoryPolicy
 from connectors.serving import serve_policy
 from examples.popgym_setup import make_env, start_ray
-from examples.run_dir import RunDir
+from examples.run_dir import RunDir, newest_checkpoint
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,14 +61,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num-cpus", type=int, help="CPUs that Ray may use (default: all)")
     args = parser.parse_args(argv)
     runs = Path("runs").glob("*/") if args.run_dir is None else [args.run_dir]
-    found = [RunDir(run).last_checkpoint() for run in runs]
-    checkpoints = [checkpoint for checkpoint in found if checkpoint is not None]
-    if not checkpoints:
+    args.checkpoint = newest_checkpoint(runs)
+    if args.checkpoint is None:
         parser.error(
             f"`--run-dir`: no checkpoint in {args.run_dir or 'runs/*'}. Train one first: "
             "python -m examples.train_popgym --no-baseline"
         )
-    args.checkpoint = max(checkpoints, key=lambda path: path.stat().st_mtime)
     return args
 
 
