@@ -1,30 +1,40 @@
 # Every target works on a fresh clone: it first creates `.venv` with the tested versions.
-# The tested Python where there is one; `make PYTHON=...` takes another.
-PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
-BIN := .venv/bin
-STAMP := .venv/.installed
+# The tested Python where there is one. `PYTHON=python3.13` takes another and `RAY=2.58.1` another
+# Ray, each in an environment of its own: `.venv-py3.13`, `.venv-ray2.58.1`.
+DEFAULT := $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
+PYTHON ?= $(DEFAULT)
+RAY ?=
+version = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv$(if $(filter-out $(DEFAULT),$(PYTHON)),-py$(version))$(if $(RAY),-ray$(RAY))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 
-# make train ARGS="--env RepeatFirstEasy --seed 1"   make train MEMORY=lstm
+# make train ARGS="--env RepeatFirstEasy --seed 1"   make train MEMORY=gru
 MEMORY ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-learning lint format bench docs clean
+.PHONY: help train test test-ray test-slow test-learning lint format bench docs dist clean
 
 help:
 	@echo "make train          train PPO with linear attention on POPGym's RepeatPreviousEasy"
 	@echo "make test           all quick tests (at most 12 minutes on two cores)"
+	@echo "make test-ray       the quick tests that start Ray;  make test-ray RAY=2.58.1: with that Ray"
 	@echo "make test-slow      the tests that take minutes each"
 	@echo "make test-learning  the tests that train until a return is reached"
 	@echo "make lint           ruff and pyright;  make format: apply ruff's fixes"
 	@echo "make bench          all benchmarks, tables on the screen"
 	@echo "make docs           build the site into site/"
-	@echo "make clean          remove .venv, caches and built files"
+	@echo "make dist           build wheel and source distribution into dist/"
+	@echo "make clean          remove the environments, caches and built files"
+	@echo
+	@echo "PYTHON=python3.13 and RAY=2.58.1 choose other versions, in environments of their own"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+	$(if $(RAY),sed 's/^ray==.*/ray==$(RAY)/',cat) constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 train: $(STAMP)
@@ -32,6 +42,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-ray: $(STAMP)
+	$(BIN)/python -m pytest -m 'ray and not slow and not learning' --numprocesses 2 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
@@ -42,7 +55,7 @@ test-learning: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -52,12 +65,17 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks kernels $(ARGS)
 	$(BIN)/python -m benchmarks memories $(ARGS)
 	$(BIN)/python -m benchmarks connectors $(ARGS)
+	$(BIN)/python -m benchmarks iteration $(ARGS)
 	$(BIN)/python -m benchmarks compile $(ARGS)
+	$(BIN)/python -m benchmarks scaling $(ARGS)
 	$(BIN)/python -m benchmarks learning $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+dist: $(STAMP)
+	$(BIN)/python -m build $(ARGS)
+
 clean:
-	rm -rf .venv site build dist .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-py* .venv-ray* site build dist .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,9 +15,11 @@ BENCHMARKS = {
     "kernels": ("benchmarks.kernels", "linear attention against popgym, LSTM, SDPA and a matmul"),
     "memories": ("benchmarks.memories", "every memory against the old GTrXL and an LSTM"),
     "connectors": ("benchmarks.connectors", "our connectors against RLlib's own, and its LSTM"),
+    "iteration": ("benchmarks.iteration", "an iteration of PPO against RLlib's MLP and LSTM"),
     "compile": ("benchmarks.compilation", "what torch.compile costs, and when it pays"),
     "learning": ("benchmarks.learning", "steps and seconds to a return, against RLlib's LSTM"),
-    "study": ("benchmarks.study", "which variant of linear attention is the default"),
+    "scaling": ("benchmarks.scaling", "EnvRunners and Learners in processes of their own"),
+    "study": ("benchmarks.study", "what each memory learns to hold, in supervised probes"),
 }
 
 
@@ -49,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CorrectnessError as error:
         print(f"Not measured, the results are wrong: {error}", file=sys.stderr)
         return 1
-    print_records(records)
+    if records:
+        print_records(records)
     if args.json:
         write_records(records, args.json)
     return 0
@@ -72,7 +75,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="write the records to this file")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch (default: 2)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="CPU threads of torch (default: %(default)s)"
+    )
     parser.add_argument("--runs", type=int, help="rounds at least (default: set by the benchmark)")
     return parser
 

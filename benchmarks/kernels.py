@@ -1,11 +1,11 @@
-"""The linear-attention kernel, forward and backward in float32, against its peers.
+"""The kernels, forward and backward in float32, against their peers.
 
     python -m benchmarks kernels [--json FILE] [--device cuda] [--only 8x4x1024x64]
 
 Peers: `popgym`, POPGym's own block; `lstm`, torch's LSTM of width H * K; `sdpa`, torch's causal
 softmax attention; `matmul`, the kernel's own arithmetic at the speed of a 2048 x 2048 matrix
 product; `self`, eight times the time that an eighth of the length takes; on CUDA also `fla`,
-flash-linear-attention's chunk kernel.
+flash-linear-attention's chunk kernel. The scan and the delta rule: `benchmarks.recurrences`.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks import recurrences
 from benchmarks.harness import (
     Record,
     alternate,
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> list[Record]:
         CorrectnessError: If the kernel or a peer that computes the same is wrong.
     """
     check_kernel(args.device)
+    recurrences.check_recurrences(args.device)
     comparisons = list(COMPARISONS)
     if args.device == "cuda":
         # The targets are for CPUs.
@@ -84,6 +86,12 @@ def run(args: argparse.Namespace) -> list[Record]:
     if only in "8x4xTx64 self time":
         target = None if args.device == "cuda" else 8 / 9
         records.append(compare_lengths(*SCALING, args.device, min_runs=min_runs, target=target))
+    for case, peer, target in recurrences.COMPARISONS:
+        if only in f"{case} {peer} time":
+            target = None if args.device == "cuda" else target
+            records.append(
+                recurrences.compare(case, peer, args.device, min_runs=min_runs, target=target)
+            )
     return records
 
 

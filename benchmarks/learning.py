@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> list[Record]:
     seeds = range(args.runs or args.seeds)
     train = partial(_train, env=args.env, max_steps=args.max_steps)
     ours, theirs = [train("deep", seed=0)], []
-    candidates = {lr: train("lstm", seed=0, lr=lr) for lr in PEER_LEARNING_RATES}
+    candidates = {lr: train(PEER, seed=0, lr=lr) for lr in PEER_LEARNING_RATES}
     peer_lr = min(candidates, key=lambda lr: _badness(candidates[lr]))
     theirs.append(candidates[peer_lr])
     for seed in seeds[1:]:
         ours.append(train("deep", seed=seed))
-        theirs.append(train("lstm", seed=seed, lr=peer_lr))
+        theirs.append(train(PEER, seed=seed, lr=peer_lr))
     if args.picture:
         draw({"ours": ours, "RLlib's LSTM": theirs}, Path(args.picture), args.env)
 

@@ -1,5 +1,6 @@
 """The memories of this package, RLlib's old GTrXL and torch's LSTM, in equal size."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -12,7 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlmodules.memories import DeepLinearAttention, GTrXL, Memory, POPGymLinearAttention
+from rlmodules.memories import (
+    DeepLinearAttentionConfig,
+    FFMConfig,
+    GatedDeltaConfig,
+    GRUConfig,
+    GTrXLConfig,
+    LRUConfig,
+    LSTMConfig,
+    Memory,
+    MinGRUConfig,
+    MixedConfig,
+    POPGymLinearAttentionConfig,
+    WindowAttentionConfig,
+)
 
 INPUT_DIM = 64
 NUM_HEADS = 4
@@ -22,31 +36,41 @@ WINDOW = 64
 """Steps that GTrXL's memory holds, unless a case says otherwise."""
 
 
-def _attention(width: int, **options: Any) -> DeepLinearAttention:
-    return DeepLinearAttention(
-        INPUT_DIM,
-        d_model=width * NUM_HEADS,
-        num_heads=NUM_HEADS,
-        head_dim=width,
-        feedforward_dim=2 * width * NUM_HEADS,
-        **options,
-    )
+def _sizes(width: int) -> dict[str, Any]:
+    return {
+        "max_seq_len": 64,
+        "d_model": width * NUM_HEADS,
+        "num_heads": NUM_HEADS,
+        "head_dim": width,
+        "feedforward_dim": 2 * width * NUM_HEADS,
+    }
 
 
-def _gtrxl(width: int, window: int = WINDOW) -> GTrXL:
-    return GTrXL(
-        INPUT_DIM,
-        d_model=width * NUM_HEADS,
-        num_heads=NUM_HEADS,
-        head_dim=width,
-        feedforward_dim=2 * width * NUM_HEADS,
-        memory_inference=window,
-    )
+def attention(width: int, **options: Any) -> Memory:
+    """Deep linear attention of four heads of a width."""
+    return DeepLinearAttentionConfig(**_sizes(width), **options).build_memory(INPUT_DIM)
 
 
-def _popgym(width: int, **options: Any) -> POPGymLinearAttention:
-    layers = options.get("num_layers", 1)
-    return POPGymLinearAttention(INPUT_DIM, layers * (width + 1) ** 2, **options)
+def frame(config_class: Any, **options: Any) -> Callable[[int], Memory]:
+    """Two residual blocks whose width grows in steps of four."""
+
+    def build(width: int) -> Memory:
+        sizes = _sizes(width)
+        fields = {field.name for field in dataclasses.fields(config_class)}
+        known = {name: value for name, value in sizes.items() if name in fields}
+        return config_class(**known, **options).build_memory(INPUT_DIM)
+
+    return build
+
+
+def _gtrxl(width: int, window: int = WINDOW) -> Memory:
+    return GTrXLConfig(**_sizes(width), memory_inference=window).build_memory(INPUT_DIM)
+
+
+def _popgym(width: int, **options: Any) -> Memory:
+    size = options.get("num_layers", 1) * (width + 1) ** 2
+    config = POPGymLinearAttentionConfig(max_seq_len=64, hidden_size=size, **options)
+    return config.build_memory(INPUT_DIM)
 
 
 def _legacy(width: int, window: int = WINDOW) -> nn.Module:
@@ -72,10 +96,18 @@ def _legacy(width: int, window: int = WINDOW) -> nn.Module:
 
 # Each takes a width that its parameters grow with.
 MEMORIES: dict[str, Callable[[int], Memory]] = {
-    "linear": lambda width: _attention(width, num_layers=1),
-    "deep": _attention,
+    "linear": lambda width: attention(width, num_layers=1),
+    "deep": attention,
     "popgym": _popgym,
     "popgym-deep": lambda width: _popgym(width, num_layers=4, positions="none"),
+    "gated-delta": frame(GatedDeltaConfig),
+    "window": frame(WindowAttentionConfig, window=WINDOW),
+    "min-gru": frame(MinGRUConfig),
+    "lru": frame(LRUConfig),
+    "ffm": frame(FFMConfig),
+    "mixed": frame(MixedConfig, layers=["window", "gated_delta"], window=WINDOW),
+    "gru": lambda width: GRUConfig(max_seq_len=64, d_model=width).build_memory(INPUT_DIM),
+    "lstm": lambda width: LSTMConfig(max_seq_len=64, d_model=width).build_memory(INPUT_DIM),
     "gtrxl": _gtrxl,
     "gtrxl-128": lambda width: _gtrxl(width, 128),
 }
@@ -83,22 +115,27 @@ PEERS: dict[str, Callable[[int], nn.Module]] = {
     "legacy": _legacy,
     "legacy-128": lambda width: _legacy(width, 128),
     "lstm": lambda width: nn.LSTM(INPUT_DIM, width, batch_first=True),
+    "gru": lambda width: nn.GRU(INPUT_DIM, width, batch_first=True),
 }
 
 
-def of_equal_size(build: Callable[[int], nn.Module]) -> nn.Module:
-    """The module whose number of parameters is closest to `NUM_PARAMETERS`."""
-    return build(_best_width(build))
+def of_equal_size(
+    build: Callable[[int], nn.Module], num_parameters: int = NUM_PARAMETERS
+) -> nn.Module:
+    """The module whose number of parameters is closest to a number."""
+    return build(_best_width(build, num_parameters))
 
 
 @functools.cache
-def _best_width(build: Callable[[int], nn.Module]) -> int:
+def _best_width(build: Callable[[int], nn.Module], num_parameters: int) -> int:
     width = 2
-    while count(build(width)) < NUM_PARAMETERS:
-        width *= 2
-    # The size grows with the width: the best one lies between the last two.
-    candidates = range(width // 2, width + 1, 2)
-    return min(candidates, key=lambda w: abs(math.log(count(build(w)) / NUM_PARAMETERS)))
+    # A module's weights depend on the seed, not on whether its width was looked for before.
+    with torch.random.fork_rng():
+        while count(build(width)) < num_parameters:
+            width *= 2
+        # The size grows with the width: the best one lies between the last two.
+        candidates = range(width // 2, width + 1, 2)
+        return min(candidates, key=lambda w: abs(math.log(count(build(w)) / num_parameters)))
 
 
 def count(module: nn.Module) -> int:
@@ -123,15 +160,9 @@ class Contestant:
 
 
 def contestant(name: str, num_rows: int) -> Contestant:
-    """Builds one of `MEMORIES` or `PEERS`, with states for that many rows."""
+    """Builds one of `MEMORIES`, with states for that many rows."""
     torch.manual_seed(0)
-    if name in MEMORIES:
-        return _ours(of_equal_size(MEMORIES[name]), num_rows)
-    module = of_equal_size(PEERS[name])
-    return _lstm(module, num_rows) if name == "lstm" else _old_gtrxl(module, num_rows)
-
-
-def _ours(memory: Any, num_rows: int) -> Contestant:
+    memory: Any = of_equal_size(MEMORIES[name])
     initial = memory.initial_state()
     before = {key: x.expand(num_rows, *x.shape).clone() for key, x in initial.items()}
     with torch.no_grad():
@@ -150,12 +181,21 @@ def _ours(memory: Any, num_rows: int) -> Contestant:
     )
 
 
-def _lstm(net: Any, num_rows: int) -> Contestant:
-    state = tuple(torch.randn(1, num_rows, net.hidden_size) for _ in "hc")
+def peer(name: str, num_rows: int) -> Contestant:
+    """Builds one of `PEERS`, with states for that many rows."""
+    torch.manual_seed(0)
+    module = of_equal_size(PEERS[name])
+    return _cell(module, num_rows) if name in ("lstm", "gru") else _old_gtrxl(module, num_rows)
+
+
+def _cell(net: Any, num_rows: int) -> Contestant:
+    keys = "hc" if isinstance(net, nn.LSTM) else "h"
+    states = [torch.randn(1, num_rows, net.hidden_size) for _ in keys]
+    state: Any = tuple(states) if len(states) > 1 else states[0]
     return Contestant(
         step=torch.no_grad()(lambda x: net(x, state)[0]),
         train=lambda x: _backward(net, net(x, state)[0]),
-        state_bytes=sum(x[:, 0].nbytes for x in state),
+        state_bytes=sum(x[:, 0].nbytes for x in states),
         num_parameters=count(net),
     )
 

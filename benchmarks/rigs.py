@@ -21,10 +21,21 @@ from ray.tune.registry import register_env
 
 from benchmarks.harness import check, timed
 from connectors import connect
-from rlmodules import MemoryConfig, MemoryRLModule
+from rlmodules import MemoryConfig, MemoryRLModule, POPGymLinearAttentionConfig
 
 MAX_SEQ_LEN = 64
 NUM_ENVS = 16
+# POPGym's memory, with a state of 240 numbers, behind the encoder and heads of the other configs.
+POPGYM = POPGymLinearAttentionConfig(
+    max_seq_len=MAX_SEQ_LEN,
+    hidden_size=256,
+    positions="none",
+    fcnet_hiddens=[64],
+    fcnet_activation="relu",
+    fcnet_norm=False,
+    head_fcnet_hiddens=[],
+    compile=False,
+)
 HYPERPARAMETERS = {
     "lr": 1e-3,
     "num_epochs": 8,
@@ -42,7 +53,7 @@ class Rig:
     """One algorithm, everything in this process.
 
     Args:
-        config: What `memory_config` or `rllib_lstm_config` returned.
+        config: What `use_memory`, `use_rllib_model` or one of those that call them returned.
     """
 
     def __init__(self, config: PPOConfig):
@@ -178,7 +189,7 @@ def memory_config(
 
     With several agents these share the module, in so many environments fewer.
     """
-    config = _base_config(fragment, device, hyperparameters)
+    config = ppo_config(fragment=fragment, device=device, **hyperparameters)
     if num_agents > 1:
         num_envs = NUM_ENVS // num_agents
         config.environment("RepeatPreviousEasyAgents", env_config={"num_agents": num_agents})
@@ -187,9 +198,7 @@ def memory_config(
         batch_size = fragment * num_envs
         config.training(train_batch_size_per_learner=batch_size, minibatch_size=batch_size)
         config.multi_agent(policies={"shared"}, policy_mapping_fn=_shared_module)
-    # RLlib's annotation of `model_config` names no dataclass but its own.
-    spec = RLModuleSpec(module_class=module_class, model_config=cast(Any, model_config))
-    config.rl_module(rl_module_spec=spec)
+    use_memory(config, module_class, model_config)
     if connected:
         connect(config)
     return config
@@ -199,14 +208,27 @@ def rllib_lstm_config(
     *, lstm_cell_size: int = 256, fragment: int = 256, device: str = "cpu", **hyperparameters: Any
 ) -> PPOConfig:
     """PPO with RLlib's LSTM, on RLlib's connectors."""
-    model_config = DefaultModelConfig(
-        use_lstm=True, lstm_cell_size=lstm_cell_size, max_seq_len=MAX_SEQ_LEN
+    config = ppo_config(fragment=fragment, device=device, **hyperparameters)
+    return use_rllib_model(
+        config, use_lstm=True, lstm_cell_size=lstm_cell_size, max_seq_len=MAX_SEQ_LEN
     )
-    config = _base_config(fragment, device, hyperparameters)
-    # RLlib's own encoders take flat vectors only.
-    config.env_runners(env_to_module_connector=lambda *_: FlattenObservations())
-    config.rl_module(model_config=model_config)
-    return config
+
+
+def use_memory(
+    config: PPOConfig, module_class: type[MemoryRLModule], model_config: MemoryConfig
+) -> PPOConfig:
+    """Gives a config a module of ours."""
+    # RLlib's annotation of `model_config` names no dataclass but its own.
+    spec = RLModuleSpec(module_class=module_class, model_config=cast(Any, model_config))
+    return config.rl_module(rl_module_spec=spec)
+
+
+def use_rllib_model(config: PPOConfig, *, images: bool = False, **model_config: Any) -> PPOConfig:
+    """Gives a config RLlib's own module, with settings of `DefaultModelConfig`."""
+    if not images:
+        # RLlib's own encoders take images and flat vectors only.
+        config.env_runners(env_to_module_connector=lambda *_: FlattenObservations())
+    return config.rl_module(model_config=DefaultModelConfig(**model_config))
 
 
 def _shared_module(agent_id: Any, episode: Any, **kwargs: Any) -> str:
@@ -214,25 +236,39 @@ def _shared_module(agent_id: Any, episode: Any, **kwargs: Any) -> str:
     return "shared"
 
 
-def _base_config(fragment: int, device: str, hyperparameters: dict[str, Any]) -> PPOConfig:
+def ppo_config(
+    *,
+    env: str | Callable[..., Any] = "RepeatPreviousEasy",
+    env_config: dict[str, Any] | None = None,
+    num_envs: int = NUM_ENVS,
+    fragment: int = 256,
+    device: str = "cpu",
+    **hyperparameters: Any,
+) -> PPOConfig:
+    """PPO in one process, without a module of its own yet; an iteration takes one sample."""
     config = PPOConfig()
-    config.environment("RepeatPreviousEasy")
+    config.environment(env, env_config=env_config or {})
     config.env_runners(
-        num_env_runners=0, num_envs_per_env_runner=NUM_ENVS, rollout_fragment_length=fragment
+        num_env_runners=0, num_envs_per_env_runner=num_envs, rollout_fragment_length=fragment
     )
     config.learners(num_learners=0, num_gpus_per_learner=1 if device == "cuda" else 0)
     config.training(
-        train_batch_size_per_learner=fragment * NUM_ENVS, **{**HYPERPARAMETERS, **hyperparameters}
+        train_batch_size_per_learner=fragment * num_envs, **{**HYPERPARAMETERS, **hyperparameters}
     )
     config.debugging(seed=0, log_level="ERROR")
     return config
 
 
-def start_ray() -> None:
-    """Starts Ray on this machine without its messages."""
+def start_ray(num_cpus: int | None = None) -> None:
+    """Starts Ray on this machine without its messages, with all CPUs if not told how many."""
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="gymnasium")
     for name in ("ray", "ray.rllib", "ray.tune"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )

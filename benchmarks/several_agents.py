@@ -5,14 +5,13 @@ has 16 environments of one agent. Both take the same number of agents' steps, so
 """
 
 from benchmarks.harness import Record, alternate, machine_info, record, timed
-from benchmarks.rigs import MAX_SEQ_LEN, NUM_ENVS, Rig, memory_config
-from rlmodules import LinearAttentionConfig, LinearAttentionRLModule
+from benchmarks.rigs import MAX_SEQ_LEN, NUM_ENVS, POPGYM, Rig, memory_config
+from rlmodules import MemoryRLModule
 
 CASE = "4-agents"
 NUM_AGENTS = 4
 # At most 1.3 times as long an agent's step.
 TARGETS = {"sampling": 0.77, "learner_connector": 0.77}
-MODULE = {"block": "popgym", "hidden_size": 256, "positions": "none", "compile": False}
 
 
 def compare(
@@ -26,8 +25,8 @@ def compare(
     rigs = {
         side: Rig(
             memory_config(
-                LinearAttentionRLModule,
-                LinearAttentionConfig(max_seq_len=MAX_SEQ_LEN, **MODULE),
+                MemoryRLModule,
+                POPGYM,
                 connected=True,
                 fragment=fragment,
                 device=device,

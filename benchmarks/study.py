@@ -1,252 +1,259 @@
-"""Which variant of linear attention is the default: an ablation of its parts.
+"""What each memory learns to hold: supervised probes, at equal size and a learning rate of its own.
 
-1. Recall: name the symbol seen `lag` steps ago, supervised, at three lags. Shows what a variant can
-   learn from gradients alone, and how fast.
-2. PPO on two POPGym tasks, for the most promising variants: what counts in the end.
+    python -m benchmarks study --threads 2 [--tasks overwrite] [--memories gru deep] [--seeds 2]
 
-`ours` is the default of `DeepLinearAttentionConfig`, each other variant a peer.
+`recall-4`, `-16`, `-32`: name the symbol of so many steps ago. `overwrite`: write one of 8 values
+to one of 8 keys, or ask for a key's last value. `count`: how often the marked symbol was seen.
+`reverse`: 8 symbols, then the same in reverse, and again. Rows of 64 steps, 32 a batch, 400 updates
+of Adam.
+
+A memory's learning rate is the best of three on seed 0 of `overwrite` and `recall-16`: the one with
+the highest mean accuracy after 100, 200 and 400 updates. A trial ends once its accuracy is 0.95; if
+it never is, it counts as censored. Each finished trial is a line of `--trials` and never trained
+again: a study that was stopped goes on.
 """
 
 import argparse
+import json
+import math
 import multiprocessing
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from benchmarks.harness import Record, check, machine_info, record
-from rlmodules import DeepLinearAttentionConfig
+from benchmarks import memory_peers
+from benchmarks.harness import Record, machine_info, record
+from benchmarks.memory_peers import attention, count, frame, of_equal_size
+from benchmarks.probes import PROBES, Model, train
+from rlmodules.memories import GatedDeltaConfig, Memory, MixedConfig
 
-T = 64
-NUM_SYMBOLS = 8
-LAGS = (4, 16, 32)
-ROWS = 32
+NUM_PARAMETERS = 72_000
+RATES = (3e-3, 1e-3, 1e-2)
+RATE_TASKS = ("overwrite", "recall-16")
+NUM_SEEDS = 5
 UPDATES = (100, 200, 400)
-RL_ENVS = ("RepeatPreviousEasy", "RepeatFirstEasy")
-GOAL = 0.9
+EVERY = 50
+GOAL = 0.95
+TRIALS = Path(__file__).parent / "results" / "study.jsonl"
+DEFAULT = "deep"
 
-PLAIN = {"positions": "none", "short_conv_size": 0, "decay": False, "normalizer": "sum"}
-CONV = {"short_conv_size": 4, "short_conv_activation": "silu"}
-IDENTITY_CONV = {"short_conv_size": 4, "short_conv_activation": "linear"}
-# Changes to `DeepLinearAttentionConfig`. Two blocks unless said.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain, 1 block": {**PLAIN, "num_layers": 1},
-    "plain": PLAIN,
-    "sine": {**PLAIN, "positions": "sine"},
-    "decay": {**PLAIN, "decay": True},
-    "conv": {**PLAIN, **CONV},
-    "decay, conv": {**PLAIN, **CONV, "decay": True},
-    "decay, conv, sine": {**PLAIN, **CONV, "decay": True, "positions": "sine"},
-    "decay, identity conv": {**PLAIN, **IDENTITY_CONV, "decay": True},
-    "decay, identity conv, sine": {
-        **PLAIN, **IDENTITY_CONV, "decay": True, "positions": "sine"
-    },
-    "decay, conv, rms": {**PLAIN, **CONV, "decay": True, "normalizer": "rms"},
-    "decay, conv, rms, rotary": {
-        **PLAIN, **CONV, "decay": True, "normalizer": "rms", "positions": "rotary"
-    },
-    "decay, identity conv, rms, rotary": {
-        **PLAIN, **IDENTITY_CONV, "decay": True, "normalizer": "rms", "positions": "rotary"
+# Each takes a width that its parameters grow with.
+MEMORIES: dict[str, Callable[[int], Memory]] = {
+    "deep-sine": lambda width: attention(
+        width, positions="sine", short_conv_activation="linear", normalizer="sum"
+    ),
+    "deep-unit": lambda width: attention(
+        width, positions="none", feature_map="unit", write_gate=True
+    ),
+    "delta": frame(GatedDeltaConfig, decay=False),
+    "mixed-16": frame(MixedConfig, window=16),
+    **{
+        name: memory_peers.MEMORIES[name]
+        for name in (
+            DEFAULT, "linear", "popgym", "gtrxl", "window", "gru", "lstm", "gated-delta", "min-gru",
+            "lru", "ffm",
+        )
     },
 }  # fmt: skip
-RL_VARIANTS = (
-    "decay, conv",
-    "decay, conv, sine",
-    "decay, conv, rms",
-    "decay, conv, rms, rotary",
-    "decay, identity conv, sine",
-    "decay, identity conv, rms, rotary",
-)
-RECURRENT = {"LSTM 128": nn.LSTM, "GRU 128": nn.GRU}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training."""
+
+    task: str
+    memory: str
+    rate: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    accuracies: list[float]
+    """On fresh sequences, after every `EVERY` updates; once it is `GOAL`, a trial ends."""
+
+    parameters: int
+    """Those of the memory."""
+
+    state_bytes: int
+    """Bytes of its state."""
+
+    seconds: float
+    """What it took."""
+
+    @property
+    def updates_to_goal(self) -> float:
+        """Updates until the accuracy was `GOAL`; infinite if it never was."""
+        return EVERY * len(self.accuracies) if self.accuracies[-1] >= GOAL else math.inf
+
+    def after(self, updates: int) -> float:
+        """Accuracy after so many updates; that of its end where a trial ended before."""
+        return self.accuracies[: updates // EVERY][-1]
+
+
+Outcomes = dict[Trial, Outcome]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--part", choices=("recall", "rl", "both"), default="both")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds a variant (default: 2)")
-    parser.add_argument("--max-steps", type=int, default=100_000, help="environment steps a run")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="only these, in both parts")
+    parser.add_argument("--tasks", nargs="+", choices=PROBES, default=list(PROBES))
+    parser.add_argument("--memories", nargs="+", choices=MEMORIES, default=list(MEMORIES))
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="0, 1, ... (default: 5)")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=list(RATES), help="to choose from"
+    )
+    parser.add_argument("--trials", type=Path, default=TRIALS, metavar="FILE", help="a line each")
+    parser.add_argument("--summary", action="store_true", help="train nothing, read the file only")
 
 
 def run(args: argparse.Namespace) -> list[Record]:
-    """Runs both parts, `--threads` trainings at a time with one thread each.
+    """Trains what is missing, `--threads` at a time with one thread each.
 
     Args:
         args: The options.
 
     Returns:
-        Records of every variant beside the default.
+        A record for each task and memory that has trials, beside the default memory.
     """
-    seeds = range(args.runs or args.seeds)
-    default = default_variant()
-    chosen = tuple(dict.fromkeys((default, *(args.variants or VARIANTS))))
-    records: list[Record] = []
-    machine = machine_info()
-    if args.part in ("recall", "both"):
-        names = chosen if args.variants else (*chosen, *RECURRENT)
-        tasks = [(name, lag, seed) for lag in LAGS for name in names for seed in seeds]
-        results = _run_all(recall_accuracies, tasks, args.threads)
-        for lag in LAGS:
-            for i, updates in enumerate(UPDATES):
-                values = {name: [results[name, lag, seed][i] for seed in seeds] for name in names}
-                metric = f"accuracy_after_{updates}"
-                records += _records(values, default, f"recall-{lag}", metric, machine, True)
-    if args.part in ("rl", "both"):
-        names = tuple(dict.fromkeys((default, *(args.variants or RL_VARIANTS))))
-        tasks = [
-            (name, env, seed, args.max_steps) for env in RL_ENVS for name in names for seed in seeds
-        ]
-        results = _run_all(rl_result, tasks, args.threads)
-        for env in RL_ENVS:
-            runs = {
-                name: [results[name, env, seed, args.max_steps] for seed in seeds] for name in names
-            }
-            for metric in ("steps_to_0.9", "final_return"):
-                values = {name: [r[metric] for r in runs[name]] for name in names}
-                higher = metric == "final_return"
-                records += _records(values, default, env, metric, machine, higher)
-    return records
-
-
-def default_variant() -> str:
-    """The variant that equals the config's default; it is added if there is none."""
-    default = DeepLinearAttentionConfig(max_seq_len=T)
-    for name, changes in VARIANTS.items():
-        if asdict(DeepLinearAttentionConfig(max_seq_len=T, **changes)) == asdict(default):
-            return name
-    VARIANTS["default"] = {}
-    return "default"
-
-
-class Recurrent(nn.Module):
-    """Torch's LSTM or GRU with the interface of a memory, as far as this study needs it."""
-
-    output_dim = 128
-
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]):
-        super().__init__()
-        self.rnn = kind(NUM_SYMBOLS, self.output_dim, batch_first=True)
-
-    def initial_state(self) -> dict:
-        """None is needed."""
-        return {}
-
-    def forward(self, x: Tensor, state: dict) -> tuple[Tensor, dict]:
-        """Outputs `(B, T, 128)`."""
-        return self.rnn(x)[0], state
-
-
-def recall_accuracies(name: str, lag: int, seed: int) -> list[float]:
-    """Trains a variant on recall.
-
-    Args:
-        name: The variant.
-        lag: How many steps back the symbol is.
-        seed: Seed of weights and data.
-
-    Returns:
-        Accuracy on fresh sequences after each number of updates in `UPDATES`.
-    """
-    torch.manual_seed(seed)
-    if name in RECURRENT:
-        memory: Any = Recurrent(RECURRENT[name])
-    else:
-        config = DeepLinearAttentionConfig(max_seq_len=T, **VARIANTS[name])
-        memory = config.build_memory(NUM_SYMBOLS)
-    readout = nn.Linear(memory.output_dim, NUM_SYMBOLS)
-    optimizer = torch.optim.Adam([*memory.parameters(), *readout.parameters()], lr=1e-3)
-    accuracies = []
-    for update in range(1, max(UPDATES) + 1):
-        logits, targets = _recall(memory, readout, lag, ROWS)
-        optimizer.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        if update in UPDATES:
-            with torch.no_grad():
-                logits, targets = _recall(memory, readout, lag, 8 * ROWS)
-            accuracies.append(round(float((logits.argmax(-1) == targets).float().mean()), 4))
-    return accuracies
-
-
-def _recall(memory: Any, readout: nn.Module, lag: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Logits and the symbols they should name, for the steps that have one."""
-    symbols = torch.randint(NUM_SYMBOLS, (rows, T))
-    state = {key: value.expand(rows, *value.shape) for key, value in memory.initial_state().items()}
-    features, _ = memory(F.one_hot(symbols, NUM_SYMBOLS).float(), state)
-    return readout(features[:, lag:]), symbols[:, :-lag]
-
-
-def rl_result(name: str, env: str, seed: int, max_steps: int) -> dict[str, float]:
-    """Trains a variant with PPO and the example's hyperparameters, always for all steps.
-
-    Args:
-        name: The variant.
-        env: Name of a POPGym environment.
-        seed: Seed of the run.
-        max_steps: Environment steps.
-
-    Returns:
-        Steps to the goal (all steps if it was not reached) and the mean return of the last fifth.
-    """
-    # Ray's import takes seconds that the first part does not need.
-    from benchmarks.curves import train_curve
-    from examples.popgym_setup import build_config, start_ray
-
-    start_ray(num_cpus=1)
-    config = build_config(env, "deep", seed=seed, model={**VARIANTS[name], "compile": False})
-    curve = train_curve(config, goal=GOAL, max_steps=max_steps, stop_at_goal=False)
-    check(bool(curve.returns), "No episode ended")
-    return {"steps_to_0.9": curve.cost()[0], "final_return": curve.final_return()}
-
-
-def _run_all(function: Callable, tasks: Iterable[tuple], workers: int) -> dict[tuple, Any]:
-    """Calls a function with each task, in processes of one thread."""
+    done = load(args.trials)
     context = multiprocessing.get_context("spawn")
-    default_variant()
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker) as pool:
-        futures = {task: pool.submit(function, *task) for task in tasks}
-        results = {}
-        for task, future in futures.items():
-            results[task] = future.result()
-            print(*task[:3], results[task], sep=" | ", flush=True)
-    return results
+    while not args.summary and (
+        missing := missing_trials(done, args.tasks, args.memories, range(args.seeds), args.rates)
+    ):
+        with context.Pool(args.threads, torch.set_num_threads, (1,)) as pool:
+            for trial, outcome in pool.imap_unordered(carry_out, missing):
+                append(args.trials, trial, outcome)
+                done[trial] = outcome
+    return summary(done, args.tasks, args.memories, args.rates)
 
 
-def _init_worker() -> None:
-    torch.set_num_threads(1)
-    default_variant()
+def missing_trials(
+    done: Outcomes,
+    tasks: Sequence[str],
+    memories: Sequence[str],
+    seeds: Sequence[int],
+    rates: Sequence[float],
+) -> list[Trial]:
+    """The next trials, those that answer most first.
+
+    First what learning rates are chosen by, where there are several; then seed 0, then the others.
+    """
+    by_rate = [
+        Trial(task, memory, rate, 0)
+        for rate in rates
+        for task in RATE_TASKS
+        for memory in memories
+        if len(rates) > 1
+    ]
+    rest = [
+        Trial(task, memory, best_rate(done, memory, rates), seed)
+        for some in (seeds[:1], seeds[1:])
+        for task in tasks
+        for seed in some
+        for memory in memories
+    ]
+    missing = [trial for trial in by_rate if trial not in done]
+    return missing or [trial for trial in rest if trial not in done]
 
 
-def _records(
-    values: dict[str, list[float]],
-    default: str,
-    case: str,
-    metric: str,
-    machine: dict[str, Any],
-    higher_is_better: bool,
+def best_rate(done: Outcomes, memory: str, rates: Sequence[float]) -> float:
+    """A memory's learning rate, of those whose trials are done; before that, the first."""
+
+    def score(rate: float) -> float:
+        trials = [Trial(task, memory, rate, 0) for task in RATE_TASKS]
+        return sum(done[trial].after(updates) for trial in trials for updates in UPDATES)
+
+    return max(tried_rates(done, memory, rates), key=score, default=rates[0])
+
+
+def tried_rates(done: Outcomes, memory: str, rates: Sequence[float]) -> list[float]:
+    """The learning rates that a memory's trials can be compared for."""
+    return [
+        rate for rate in rates if all(Trial(task, memory, rate, 0) in done for task in RATE_TASKS)
+    ]
+
+
+def carry_out(trial: Trial) -> tuple[Trial, Outcome]:
+    """Trains a memory of `NUM_PARAMETERS` parameters."""
+    start = time.perf_counter()
+    torch.manual_seed(trial.seed)
+    probe = PROBES[trial.task]
+    memory: Any = of_equal_size(MEMORIES[trial.memory], NUM_PARAMETERS)
+    accuracies = train(
+        Model(memory, probe),
+        probe,
+        rate=trial.rate,
+        seed=trial.seed,
+        updates=max(UPDATES),
+        every=EVERY,
+        goal=GOAL,
+    )
+    seconds = round(time.perf_counter() - start, 1)
+    state_bytes = sum(x.nbytes for x in memory.initial_state().values())
+    return trial, Outcome([round(a, 4) for a in accuracies], count(memory), state_bytes, seconds)
+
+
+def load(path: Path) -> Outcomes:
+    """The trials of a file, a line each; none if there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    entries = map(json.loads, lines)
+    return {Trial(**entry["trial"]): Outcome(**entry["outcome"]) for entry in entries}
+
+
+def append(path: Path, trial: Trial, outcome: Outcome) -> None:
+    """Writes a trial at the end of a file, and on the terminal."""
+    line = json.dumps({"trial": asdict(trial), "outcome": asdict(outcome)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+def summary(
+    done: Outcomes, tasks: Sequence[str], memories: Sequence[str], rates: Sequence[float]
 ) -> list[Record]:
-    records = [
+    """Each memory's trials at its learning rate, one record a task; `ours` is the memory."""
+    machine = machine_info()
+
+    def outcomes(task: str, memory: str) -> list[Outcome]:
+        which = (task, memory, best_rate(done, memory, rates))
+        return [o for t, o in done.items() if (t.task, t.memory, t.rate) == which]
+
+    return [
         record(
             benchmark="study",
-            case=case,
-            peer=name,
-            metric=metric,
-            ours=values[default],
-            theirs=peer_values,
-            unit="steps" if metric.startswith("steps") else "",
+            case=f"{task} {memory}",
+            peer=DEFAULT,
+            metric=f"accuracy_after_{max(UPDATES)}",
+            ours=[outcome.after(max(UPDATES)) for outcome in ours],
+            theirs=[outcome.after(max(UPDATES)) for outcome in outcomes(task, DEFAULT)],
+            unit="",
             machine=machine,
-            higher_is_better=higher_is_better,
-            default=default,
-            theirs_values=peer_values,
+            higher_is_better=True,
+            task=task,
+            memory=memory,
+            rate=best_rate(done, memory, rates),
+            rates=tried_rates(done, memory, rates),
+            parameters=ours[0].parameters,
+            state_bytes=ours[0].state_bytes,
+            accuracies={n: statistics.median(o.after(n) for o in ours) for n in UPDATES},
+            updates_to_goal=_median_updates(ours),
+            censored=sum(math.isinf(outcome.updates_to_goal) for outcome in ours),
         )
-        for name, peer_values in values.items()
+        for task in tasks
+        for memory in memories
+        if (ours := outcomes(task, memory))
     ]
-    if metric == "final_return":
-        # Returns may be negative: their ratio says nothing.
-        for entry in records:
-            entry["ratio"] = None
-    return records
+
+
+def _median_updates(outcomes: Sequence[Outcome]) -> float | None:
+    """The median of what the trials needed, None where that is more than all updates."""
+    median = statistics.median(outcome.updates_to_goal for outcome in outcomes)
+    return None if math.isinf(median) else median

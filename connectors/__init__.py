@@ -1,29 +1,68 @@
-"""How sequences and recurrent states travel between RLlib's EnvRunners and Learners."""
+"""How sequences and recurrent states travel between RLlib's EnvRunners and Learners.
 
-from connectors.advantages import ComputeAdvantages
-from connectors.connect import connect
-from connectors.divisible import DivisibleEpisode
-from connectors.env_to_module import BuildModuleBatch
-from connectors.format_actions import FormatActions
-from connectors.learner import BuildTrainBatch
-from connectors.learners import (
-    MemoryAPPOTorchLearner,
-    MemoryDQNTorchLearner,
-    MemoryIMPALATorchLearner,
-    MemoryLearnerMixin,
-    MemoryMARWILTorchLearner,
-    MemoryPPOTorchLearner,
-    MemorySACTorchLearner,
-)
-from connectors.metrics import MemoryMetrics
-from connectors.module_to_env import SampleActions
-from connectors.multi_agent_runner import MemoryMultiAgentEnvRunner
-from connectors.policy import MemoryPolicy
-from connectors.previous_steps import AddPreviousActionsRewards
-from connectors.recording import RecordingEnvRunner
-from connectors.replay import SequenceReplayBuffer
-from connectors.saving import save_checkpoint
-from connectors.snapshots import StateSnapshot
+Folders are the stages of the way: `rollout` on EnvRunners, `rows` on Learners, `replay` and
+`offline` between them, `learners` behind them; `setup` plugs all in, `acting` and `serving` use the
+result, and `monitoring` names what is measured.
+`agents`, `snapshots`, `trials` and `validation` are the ground that all stages share.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from connectors.acting.policy import MemoryPolicy
+    from connectors.acting.saving import save_checkpoint
+    from connectors.learners import (
+        MemoryAPPOTorchLearner,
+        MemoryDQNTorchLearner,
+        MemoryIMPALATorchLearner,
+        MemoryLearnerMixin,
+        MemoryMARWILTorchLearner,
+        MemoryPPOTorchLearner,
+        MemorySACTorchLearner,
+    )
+    from connectors.monitoring.callback import MemoryMetrics
+    from connectors.offline.recording import RecordingEnvRunner, RecordingMultiAgentEnvRunner
+    from connectors.replay.buffer import SequenceReplayBuffer
+    from connectors.rollout.build_module_batch import BuildModuleBatch
+    from connectors.rollout.divisible_episode import DivisibleEpisode
+    from connectors.rollout.format_actions import FormatActions
+    from connectors.rollout.multi_agent_runner import MemoryMultiAgentEnvRunner
+    from connectors.rollout.previous_steps import AddPreviousActionsRewards
+    from connectors.rollout.sample_actions import SampleActions
+    from connectors.rows.advantages import ComputeAdvantages
+    from connectors.rows.build_train_batch import BuildTrainBatch
+    from connectors.setup.connect import connect
+    from connectors.snapshots import StateSnapshot
+
+# Where each public name is. They are imported at first use: `connectors.replay` needs no Learner.
+_HOMES = {
+    "AddPreviousActionsRewards": "rollout.previous_steps",
+    "BuildModuleBatch": "rollout.build_module_batch",
+    "BuildTrainBatch": "rows.build_train_batch",
+    "ComputeAdvantages": "rows.advantages",
+    "DivisibleEpisode": "rollout.divisible_episode",
+    "FormatActions": "rollout.format_actions",
+    "MemoryAPPOTorchLearner": "learners",
+    "MemoryDQNTorchLearner": "learners",
+    "MemoryIMPALATorchLearner": "learners",
+    "MemoryLearnerMixin": "learners",
+    "MemoryMARWILTorchLearner": "learners",
+    "MemoryMetrics": "monitoring.callback",
+    "MemoryMultiAgentEnvRunner": "rollout.multi_agent_runner",
+    "MemoryPPOTorchLearner": "learners",
+    "MemoryPolicy": "acting.policy",
+    "MemorySACTorchLearner": "learners",
+    "RecordingEnvRunner": "offline.recording",
+    "RecordingMultiAgentEnvRunner": "offline.recording",
+    "SampleActions": "rollout.sample_actions",
+    "SequenceReplayBuffer": "replay.buffer",
+    "StateSnapshot": "snapshots",
+    "connect": "setup.connect",
+    "save_checkpoint": "acting.saving",
+}
 
 __all__ = [
     "AddPreviousActionsRewards",
@@ -43,9 +82,20 @@ __all__ = [
     "MemoryPolicy",
     "MemorySACTorchLearner",
     "RecordingEnvRunner",
+    "RecordingMultiAgentEnvRunner",
     "SampleActions",
     "SequenceReplayBuffer",
     "StateSnapshot",
     "connect",
     "save_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

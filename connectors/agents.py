@@ -54,13 +54,6 @@ def agents_by_module(episodes: list[Any]) -> dict[str, list[SingleAgentEpisode]]
     return dict(agents)
 
 
-def live_ids(episodes: list[Any], module_id: str) -> set[str]:
-    """IDs of the episodes of all agents of a module that may act again."""
-    return {
-        agent.id_ for agent in agents_by_module(episodes).get(module_id, ()) if not agent.is_done
-    }
-
-
 def batch_key(agent: SingleAgentEpisode) -> tuple:
     """The key that RLlib's connectors put this agent's items under."""
     if agent.agent_id is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,7 +80,7 @@ def share_snapshot(piece: SingleAgentEpisode, block: SingleAgentEpisode) -> None
     snapshot = known[0]
     if piece is block:
         # Without the state after the row, which the next block has.
-        snapshot = StateSnapshot(snapshot.t, snapshot.state)
+        snapshot = StateSnapshot(snapshot.t, own_memory(snapshot.state))
     references = np.empty(len(piece), dtype=object)
     references[:] = snapshot
     # A new buffer: the old one's array belongs to whoever sampled it.
@@ -95,25 +95,35 @@ def copy_rows(states: Any, rows: Sequence[int]) -> list[Any]:
         rows: Indices on that axis.
 
     Returns:
-        One tree of numpy arrays a row, without batch axis and with the tensors' dtypes.
+        One tree of numpy arrays a row, without batch axis and with the tensors' dtypes. Each has
+        memory of its own: some rows are kept for long, others not.
     """
     leaves = tree.flatten(states)
     index = torch.as_tensor(rows, device=leaves[0].device)
     # `index_select` copies, so later in-place changes of the batched state cannot reach the rows.
     arrays = [leaf.detach().index_select(0, index).cpu().numpy() for leaf in leaves]
-    return [tree.unflatten_as(states, [array[row] for array in arrays]) for row in range(len(rows))]
+    return [
+        tree.unflatten_as(states, [array[row].copy() for array in arrays])
+        for row in range(len(rows))
+    ]
+
+
+def own_memory(arrays: Any) -> Any:
+    """A tree with copies of the arrays that are views, which keep what they are part of alive."""
+    return tree.map_structure(
+        lambda leaf: leaf.copy() if getattr(leaf, "base", None) is not None else leaf, arrays
+    )
 
 
 @contextmanager
-def _inference(module: RLModule):
-    """Eager, in eval mode, without gradient: gaps of all lengths must not compile anything."""
+def eval_mode(module: Any) -> Iterator[None]:
+    """Has all parts of a module in eval mode, and each in its own mode again afterwards."""
     parts = list(module.modules()) if isinstance(module, torch.nn.Module) else []
     modes = [part.training for part in parts]
     for part in parts:
         part.training = False
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         for part, mode in zip(parts, modes, strict=True):
             part.training = mode
@@ -145,7 +155,8 @@ def rebuild_states(
         groups[frozenset(columns)].append(position)
 
     rebuilt = list(states)
-    with _inference(module):
+    # Eager: gaps of all lengths must not compile anything.
+    with eval_mode(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for group in groups.values():
             longest = max(lengths[position] for position in group)
             for bit in reversed(range(longest.bit_length())):

@@ -1,28 +1,37 @@
 """What single pages show of `benchmarks/results/*.json`, as Markdown tables."""
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
-from benchmark_tables import value_text
+from result_files import Row, load, markdown, value_text
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-
-Row = dict[str, Any]
+NAMES = {
+    "deep": "deep linear attention, the default",
+    "deep-sine": 'with sine positions, `"linear"` convolution, sum',
+    "deep-unit": "with unit keys, write gate, no positions",
+    "linear": "linear attention, one block",
+    "popgym": "POPGym, one block",
+    "popgym-deep": "POPGym, deep",
+    "gated-delta": "gated delta rule",
+    "delta": "delta rule, without decay",
+    "gtrxl": "GTrXL, 64 past steps",
+    "window": "window attention, 64 past steps",
+    "mixed": "mixed: window of 64 steps, gated delta",
+    "mixed-16": "mixed: window of 16 steps, gated delta",
+    "gru": "GRU",
+    "lstm": "LSTM",
+    "min-gru": "minGRU",
+    "lru": "LRU",
+    "ffm": "FFM",
+}
+"""The memories of the benchmarks, as pages call them."""
 
 
 def memories() -> str:
     """State, step and training passes of all memories at equal size."""
-    records = _load("memories")
-    names = {
-        "linear": "linear attention, one block",
-        "deep": "deep linear attention",
-        "popgym": "POPGym, one block",
-        "popgym-deep": "POPGym, deep",
-        "gtrxl": "GTrXL, 64 past steps",
-    }
+    records = load("memories")
+    measured = {record["case"] for record in records}
+    names = {key: name for key, name in NAMES.items() if key in measured}
     columns = (("", "bytes"), (" 16x1", "step"), (" 64x64", "train"), (" 4x1024", "train"))
     lines = []
     for key, name in names.items():
@@ -35,12 +44,12 @@ def memories() -> str:
         median = statistics.median(cell["theirs"] for cell in cells)
         lstm.append(value_text(median, None, cells[0]["unit"]))
     headings = ("", "state", "step of 16 rows", "training, 64 rows of 64", "4 rows of 1,024")
-    return _table(headings, [*lines, lstm]) + _source("memories", records)
+    return markdown(headings, [*lines, lstm]) + _source("memories", records)
 
 
 def lstm_iteration() -> str:
     """PPO with our default memory and with RLlib's LSTM, at equal parameter count."""
-    records = _load("connectors")
+    records = load("connectors")
     cells = [_find(records, "lstm-256", "rllib-lstm", m) for m in ("update", "iteration")]
     return _compare(("PPO, 4,096 steps", "ours", "RLlib's LSTM"), cells) + _source(
         "connectors", records
@@ -49,7 +58,7 @@ def lstm_iteration() -> str:
 
 def learning() -> str:
     """Steps and seconds to a return."""
-    records = _load("learning")
+    records = load("learning")
     cells = [
         _find(records, "RepeatPreviousEasy", "rllib-lstm", metric)
         for metric in ("steps_to_0.9", "seconds_to_0.9")
@@ -57,36 +66,61 @@ def learning() -> str:
     return _compare(("to 0.9", "ours", "RLlib's LSTM"), cells) + _source("learning", records)
 
 
-def recall() -> str:
-    """Accuracy of the study's supervised part, for the variants that a reader may choose."""
-    records = _load("study")
-    default = records[0]["default"]
-    names = {
-        default: "the default",
-        "decay, identity conv, sine": '`"linear"` convolution, sine positions, sum',
-        "decay, conv": "the default without positions, sum",
-        "plain": "two plain blocks",
-        "plain, 1 block": "one plain block",
-        "LSTM 128": "torch's LSTM, 128 cells",
-        "GRU 128": "torch's GRU, 128 cells",
-    }
-    lags = (4, 16, 32)
+def study() -> str:
+    """What memories of equal size learned to hold, and what they cost."""
+    records = load("study")
+    passes = {r["case"]: r["ours"] for r in load("memories") if r["peer"] == "lstm"}
+    tasks = dict.fromkeys(r["task"] for r in records)
+    cells = {(r["memory"], r["task"]): r for r in records}
+
+    def cost(memory: str) -> str:
+        seconds = passes.get(f"{memory} 64x64")
+        return "" if seconds is None else f"{seconds / passes['deep 64x64']:.1f}x"
+
+    lines = []
+    for key, name in NAMES.items():
+        row = [cells.get((key, task)) for task in tasks]
+        known = [cell for cell in row if cell]
+        if known:
+            state = value_text(known[0]["state_bytes"], None, "bytes")
+            lines.append([name, state, cost(key), *map(_learned, row)])
+    headings = ("", "state", "training pass", *tasks)
+    return markdown(headings, lines) + _rates(records) + _source("study", records)
+
+
+def _rates(records: list[Row]) -> str:
+    """How the learning rates of the study were found."""
+    numbers = ", ".join(f"{rate:g}" for rate in sorted({r["rate"] for r in records}))
+    if min(len(r["rates"]) for r in records) > 1:
+        return f"\n\nEach memory has the best of its learning rates: {numbers}."
+    return f"\n\nLearning rate: {numbers}; the others are not done for all memories."
+
+
+def accuracies(task: str) -> str:
+    """What memories answered right in a task of the study after some updates."""
+    records = [r for r in load("study") if r["task"] == task]
+    found = {r["memory"]: r["accuracies"] for r in records}
     lines = [
-        [
-            name,
-            *(
-                f"{_find(records, f'recall-{lag}', key, 'accuracy_after_400')['theirs']:.2f}"
-                for lag in lags
-            ),
-        ]
-        for key, name in names.items()
+        [name, *(f"{accuracy:.2f}" for accuracy in found[key].values())]
+        for key, name in NAMES.items()
+        if key in found
     ]
-    return _table(("", *(f"lag {lag}" for lag in lags)), lines) + _source("study", records)
+    headings = (task, *(f"{number} updates" for number in records[0]["accuracies"]))
+    return markdown(headings, lines) + _source("study", records)
+
+
+def _learned(cell: Row | None) -> str:
+    """Updates to the goal, or the accuracy where the goal was missed; then how many seeds."""
+    if cell is None:
+        return ""
+    updates = cell["updates_to_goal"]
+    text = f"{cell['ours']:.2f}" if updates is None else f"{updates:.0f} updates"
+    return text + ("" if cell["runs"] == 5 else f" <sup>{cell['runs']}</sup>")
 
 
 def snapshots() -> str:
     """What states stored once a row save against states stored once a step."""
-    records = _load("connectors")
+    records = load("connectors")
     metrics = {
         "bytes": "pickled episodes",
         "sampling": "sampling",
@@ -100,12 +134,12 @@ def snapshots() -> str:
             cell = _find(records, case, "rllib", metric)
             lines.append([state, name, *_both(cell)])
     headings = ("a state has", "", "with `connect`", "RLlib's connectors", "ratio")
-    return _table(headings, lines, num_names=2) + _source("connectors", records)
+    return markdown(headings, lines, num_names=2) + _source("connectors", records)
 
 
 def compiling() -> str:
     """What compiling costs and gains."""
-    records = _load("compile")
+    records = load("compile")
     names = {"train-pass-64x64": "training pass, 64 rows of 64", "ppo": "PPO update, 4,096 steps"}
     times = {"train-pass-64x64": "time", "ppo": "update"}
     lines = []
@@ -119,11 +153,38 @@ def compiling() -> str:
         f"{pays[1]['ours']:.0f} with a filled one."
     )
     headings = ("", "compiled", "uncompiled", "ratio", "first call, empty cache", "filled cache")
-    return _table(headings, lines) + f"\n\n{text}" + _source("compile", records)
+    return markdown(headings, lines) + f"\n\n{text}" + _source("compile", records)
 
 
-def _load(name: str) -> list[Row]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def scaling() -> str:
+    """Steps a second with EnvRunners and Learners in processes of their own."""
+    records = load("scaling")
+
+    def rate(runners: int, learners: int, metric: str) -> str:
+        cell = _find(records, f"{runners}x{learners}", "0x0", metric)
+        return f"{cell['ours']:,.0f}"
+
+    numbers = range(3)
+    lines = [
+        [f"{r} EnvRunners", *(rate(r, n, "iteration") for n in numbers), rate(r, 0, "sampling")]
+        for r in numbers
+    ]
+    lines.append(["updates alone", *(rate(0, n, "update") for n in numbers), ""])
+    headings = ("steps a second", *(f"{n} Learners" for n in numbers), "sampling alone")
+    return markdown(headings, lines) + _source("scaling", records)
+
+
+def bytes_a_step() -> str:
+    """What a step weighs on its way from an EnvRunner to a Learner."""
+    records = load("scaling")
+    to_driver = _find(records, "bytes", "arrays", "to_driver")
+    to_learners = _find(records, "bytes", "arrays", "to_learners")
+    lines = [
+        ["arrays of an episode", f"{to_driver['theirs']:,.0f} bytes"],
+        ["pickled, from the EnvRunner", f"{to_driver['ours']:,.0f} bytes"],
+        ["pickled, to two Learners", f"{to_learners['ours']:,.0f} bytes"],
+    ]
+    return markdown(("a step weighs", ""), lines) + _source("scaling", records)
 
 
 def _find(records: Iterable[Row], case: str, peer: str, metric: str) -> Row:
@@ -142,16 +203,10 @@ def _both(cell: Row) -> list[str]:
 def _compare(headings: Sequence[str], cells: Iterable[Row]) -> str:
     names = (cell["metric"].split("_")[0] for cell in cells)
     lines = [[name, *_both(cell)] for name, cell in zip(names, cells, strict=True)]
-    return _table((*headings, "ratio"), lines)
+    return markdown((*headings, "ratio"), lines)
 
 
 def _source(name: str, records: list[Row]) -> str:
     machine = records[0]["machine"]
     where = f"{machine['device']}, {machine['cpu']}, threads: {machine['threads']}"
     return f"\n\n`python -m benchmarks {name}` ({where})"
-
-
-def _table(headings: Sequence[str], lines: Iterable[Sequence[str]], num_names: int = 1) -> str:
-    """Markdown of a table whose first columns are names, the others numbers."""
-    rules = ["---"] * num_names + ["---:"] * (len(headings) - num_names)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (headings, rules, *lines))

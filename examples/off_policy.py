@@ -2,7 +2,7 @@
 
 What it shows
 -------------
-- `DeepLinearAttentionQRLModule` with DQN for discrete actions, `DeepLinearAttentionSACRLModule`
+- `MemoryQRLModule` with DQN for discrete actions, `MemorySACRLModule`
   with SAC for continuous ones; the model's config is the same.
 - `connect` puts a buffer of sequences in the place of RLlib's, with exact states for any slice.
 
@@ -37,8 +37,8 @@ from connectors import connect
 from examples.runner import apply_arguments, make_parser, run
 from rlmodules import (
     DeepLinearAttentionConfig,
-    DeepLinearAttentionQRLModule,
-    DeepLinearAttentionSACRLModule,
+    MemoryQRLModule,
+    MemorySACRLModule,
 )
 
 
@@ -100,7 +100,7 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
         config = SACConfig().training(
             actor_lr=3e-3, critic_lr=3e-3, alpha_lr=3e-3, initial_alpha=0.1, tau=0.05
         )
-        module_class: Any = DeepLinearAttentionSACRLModule
+        module_class: Any = MemorySACRLModule
     else:
         config = DQNConfig().training(
             lr=1e-3,
@@ -108,7 +108,7 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
             epsilon=[(0, 1.0), (10_000, 0.05)],
             num_steps_sampled_before_learning_starts=500,
         )
-        module_class = DeepLinearAttentionQRLModule
+        module_class = MemoryQRLModule
     config.environment(TMaze, env_config={"length": args.length, "continuous": args.algo == "SAC"})
     config.rl_module(
         rl_module_spec=RLModuleSpec(module_class=module_class, model_config=model_config)

@@ -17,25 +17,37 @@ from connectors import MemoryMetrics, connect
 from examples import runner
 from rlmodules import (
     DeepLinearAttentionConfig,
-    DeepLinearAttentionRLModule,
+    FFMConfig,
+    GatedDeltaConfig,
+    GRUConfig,
     GTrXLConfig,
-    GTrXLRLModule,
     LinearAttentionConfig,
-    LinearAttentionRLModule,
+    LRUConfig,
+    LSTMConfig,
+    MemoryRLModule,
+    MinGRUConfig,
+    MixedConfig,
+    WindowAttentionConfig,
 )
 
 ENVS = {env.__name__: env for env in popgym_envs.ALL}
-MEMORIES = {
-    "deep": "a stack of linear-attention blocks, this package's DeepLinearAttentionRLModule",
-    "linear": "one linear-attention block, this package's LinearAttentionRLModule",
-    "gtrxl": "a Gated Transformer-XL, this package's GTrXLRLModule",
-    "lstm": "RLlib's own LSTM with 256 cells, on RLlib's default connectors",
-    "mlp": "no memory: RLlib's own MLP",
-}
 OURS = {
-    "deep": (DeepLinearAttentionRLModule, DeepLinearAttentionConfig),
-    "linear": (LinearAttentionRLModule, LinearAttentionConfig),
-    "gtrxl": (GTrXLRLModule, GTrXLConfig),
+    "deep": DeepLinearAttentionConfig,
+    "linear": LinearAttentionConfig,
+    "gated_delta": GatedDeltaConfig,
+    "gtrxl": GTrXLConfig,
+    "window": WindowAttentionConfig,
+    "mixed": MixedConfig,
+    "gru": GRUConfig,
+    "lstm": LSTMConfig,
+    "min_gru": MinGRUConfig,
+    "lru": LRUConfig,
+    "ffm": FFMConfig,
+}
+MEMORIES = {
+    **{name: f"this package's {config_class.__name__}" for name, config_class in OURS.items()},
+    "rllib-lstm": "RLlib's own LSTM with 256 cells, on RLlib's default connectors",
+    "mlp": "no memory: RLlib's own MLP",
 }
 # Environment steps an iteration, about: see `fragment_length`.
 TRAIN_BATCH_SIZE = 4096
@@ -106,7 +118,7 @@ def build_config(
         num_gpus_per_learner: GPUs of a Learner.
         evaluation: Settings for `PPOConfig.evaluation`.
         hyperparameters: Changes to `HYPERPARAMETERS`.
-        model: Changes to the module's config, for "lstm" and "mlp" that of RLlib.
+        model: Changes to the module's config, for "rllib-lstm" and "mlp" that of RLlib.
 
     Returns:
         The config, with this package's connectors where the module is this package's.
@@ -127,16 +139,15 @@ def build_config(
         .debugging(seed=seed, log_level="ERROR")
     )
     if memory in OURS:
-        module_class, config_class = OURS[memory]
-        model_config = config_class(max_seq_len=max_seq_len, **(model or {}))
+        model_config = OURS[memory](max_seq_len=max_seq_len, **(model or {}))
         config.rl_module(
-            rl_module_spec=RLModuleSpec(module_class=module_class, model_config=model_config)
+            rl_module_spec=RLModuleSpec(module_class=MemoryRLModule, model_config=model_config)
         )
         connect(config.callbacks(MemoryMetrics))
         return config
     # RLlib's own encoders take flat vectors only.
     config.env_runners(env_to_module_connector=lambda *_: FlattenObservations())
-    settings = {"use_lstm": True, "max_seq_len": max_seq_len} if memory == "lstm" else {}
+    settings = {"use_lstm": True, "max_seq_len": max_seq_len} if memory == "rllib-lstm" else {}
     return config.rl_module(model_config=DefaultModelConfig(**{**settings, **(model or {})}))
 
 

@@ -1,7 +1,8 @@
 """The memory contract: every registered memory has to keep each promise of `Memory`.
 
 A new memory gets all of these tests by adding a line to `MEMORIES` in
-`tests/rlmodules/test_memories.py`. The checks themselves are `rlmodules.contract`'s.
+`tests/rlmodules/memories/test_memories.py`. The checks themselves are those of
+`rlmodules.contract`.
 """
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlmodules import contract
+from rlmodules.contract import memory as contract
 
 B, D = contract.ROWS, contract.WIDTH
 

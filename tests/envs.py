@@ -11,6 +11,7 @@ class RandomObservations(gym.Env):
     Config:
         action_space: Defaults to `Discrete(2)`.
         truncate: Whether episodes end truncated instead of terminated.
+        lengths: Numbers of steps to draw from, in place of 3 to 40.
     """
 
     observation_space = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -20,11 +21,12 @@ class RandomObservations(gym.Env):
         config = dict(config or {})
         self.action_space = config.get("action_space", gym.spaces.Discrete(2))
         self.truncate = config.get("truncate", False)
+        self.lengths = config.get("lengths", range(3, 41))
         self.steps_left = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.steps_left = int(self.np_random.integers(3, 41))
+        self.steps_left = self.lengths[int(self.np_random.integers(len(self.lengths)))]
         return self._observation(), {}
 
     def step(self, action):
@@ -46,6 +48,7 @@ class RandomAgents(MultiAgentEnv):
             or truncated.
         num_agents: Named "a0", "a1" and so on.
         truncate: Whether episodes end truncated instead of terminated.
+        lengths: Numbers of steps of an episode to draw from, in place of 3 to 40.
         action_spaces: By agent; `Discrete(2)` for all others.
         fails_at: Step of the environment's life at which it raises, once.
     """
@@ -56,6 +59,7 @@ class RandomAgents(MultiAgentEnv):
         self.schedule = config.get("schedule", "together")
         self.truncate = config.get("truncate", False)
         self.fails_at = config.get("fails_at")
+        self.lengths = config.get("lengths", range(3, 41))
         self.possible_agents = [f"a{k}" for k in range(config.get("num_agents", 3))]
         spaces = config.get("action_spaces", {})
         self.observation_spaces = {
@@ -69,7 +73,7 @@ class RandomAgents(MultiAgentEnv):
 
     def reset(self, *, seed=None, options=None):
         self.t = 0
-        self.length = int(self.rng.integers(3, 41))
+        self.length = self.lengths[int(self.rng.integers(len(self.lengths)))]
         self.births = dict.fromkeys(self.possible_agents, 0)
         self.deaths = dict.fromkeys(self.possible_agents, self.length)
         if self.schedule == "lives":
@@ -158,7 +162,8 @@ class RememberFirstAgents(MultiAgentEnv):
 
     Config:
         turns: Whether they act one after the other instead of together.
-        num_cues, length: Those of `RememberFirst`; the length is in an agent's own steps.
+        game: Another class in place of `RememberFirst`.
+        num_cues, length: Those of the game; the length is in an agent's own steps.
     """
 
     def __init__(self, config=None):
@@ -166,7 +171,8 @@ class RememberFirstAgents(MultiAgentEnv):
         config = dict(config or {})
         self.turns = config.pop("turns", False)
         self.possible_agents = ["a0", "a1"]
-        self.games = {agent: RememberFirst(config) for agent in self.possible_agents}
+        game = config.pop("game", RememberFirst)
+        self.games = {agent: game(config) for agent in self.possible_agents}
         self.observation_spaces = {a: game.observation_space for a, game in self.games.items()}
         self.action_spaces = {a: game.action_space for a, game in self.games.items()}
 

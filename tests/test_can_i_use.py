@@ -39,12 +39,20 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
 import rlmodules
-from connectors import AddPreviousActionsRewards, connect
-from connectors.algorithms import support_for
-from rlmodules import compilation
+from connectors import (
+    AddPreviousActionsRewards,
+    RecordingEnvRunner,
+    RecordingMultiAgentEnvRunner,
+    connect,
+)
+from connectors.offline.reading import deal, read_trials
+from connectors.offline.several_agents import module_mapping
+from connectors.setup.algorithms import support_for
+from rlmodules.memories import compilation
 from rlmodules.memories.memory import Memory, State, mask_padding
+from rlmodules.modules.catalogue import CONFIGS as CATALOGUE
 from tests.connectors.helpers import CountingRLModule
-from tests.connectors.test_offline import Rows, play
+from tests.connectors.offline.test_reading import dealt, play
 from tests.envs import RandomAgents, RememberCue, RememberFirst, SampledObservations
 
 pytestmark = pytest.mark.ray
@@ -96,10 +104,11 @@ TRAINING = {
     "MARWIL": {"train_batch_size_per_learner": 40, "lr": 0.01},
 }
 SMALL = {"max_seq_len": T, "fcnet_hiddens": [8], "compile": False}
-SIZES = {"d_model": 8, "num_heads": 2, "head_dim": 4, "feedforward_dim": 8}
+SIZES = {"d_model": 8, "num_heads": 2, "head_dim": 4, "feedforward_dim": 8, "state_dim": 6}
+SIZES |= {"num_traces": 3, "window": 5, "hidden_size": 25, "layers": ["window", "lstm", "min_gru"]}
 
 
-class GRU(Memory):
+class OwnGRU(Memory):
     """A memory as a user would write it."""
 
     def __init__(self, input_dim: int, width: int):
@@ -118,23 +127,23 @@ class GRU(Memory):
 
 
 @dataclasses.dataclass(kw_only=True)
-class GRUConfig(rlmodules.MemoryConfig):
+class OwnConfig(rlmodules.MemoryConfig):
     width: int = 8
 
     def build_memory(self, input_dim: int) -> Memory:
-        return GRU(input_dim, self.width)
+        return OwnGRU(input_dim, self.width)
 
 
-class GRURLModule(rlmodules.MemoryRLModule):
-    config_class = GRUConfig
+class OwnRLModule(rlmodules.MemoryRLModule):
+    config_class = OwnConfig
 
 
-class GRUQRLModule(rlmodules.MemoryQRLModule):
-    config_class = GRUConfig
+class OwnQRLModule(rlmodules.MemoryQRLModule):
+    config_class = OwnConfig
 
 
-class GRUSACRLModule(rlmodules.MemorySACRLModule):
-    config_class = GRUConfig
+class OwnSACRLModule(rlmodules.MemorySACRLModule):
+    config_class = OwnConfig
 
 
 class RLModuleOfOnesOwn(CountingRLModule, TargetNetworkAPI):
@@ -205,27 +214,19 @@ class RecordsValues:
         return {**super()._forward_exploration(batch, **kwargs), QF_PREDS: values}
 
 
-MODULES = {
-    "LinearAttention": (
-        rlmodules.LinearAttentionConfig,
-        rlmodules.LinearAttentionRLModule,
-        rlmodules.LinearAttentionQRLModule,
-        rlmodules.LinearAttentionSACRLModule,
-    ),
-    "DeepLinearAttention": (
-        rlmodules.DeepLinearAttentionConfig,
-        rlmodules.DeepLinearAttentionRLModule,
-        rlmodules.DeepLinearAttentionQRLModule,
-        rlmodules.DeepLinearAttentionSACRLModule,
-    ),
-    "GTrXL": (
-        rlmodules.GTrXLConfig,
-        rlmodules.GTrXLRLModule,
-        rlmodules.GTrXLQRLModule,
-        rlmodules.GTrXLSACRLModule,
-    ),
-    "own memory": (GRUConfig, GRURLModule, GRUQRLModule, GRUSACRLModule),
+OURS = (rlmodules.MemoryRLModule, rlmodules.MemoryQRLModule, rlmodules.MemorySACRLModule)
+NAMED = {
+    "LinearAttention": rlmodules.LinearAttentionRLModule,
+    "DeepLinearAttention": rlmodules.DeepLinearAttentionRLModule,
+    "GTrXL": rlmodules.GTrXLRLModule,
 }
+# Config, module class, that of DQN and that of SAC: each memory of the catalogue, and one more.
+MODULES = {
+    kind: (config_class, NAMED.get(kind, OURS[0]), *OURS[1:])
+    for config_class in CATALOGUE.values()
+    for kind in [config_class.__name__.removesuffix("Config")]
+}
+MODULES["own memory"] = (OwnConfig, OwnRLModule, OwnQRLModule, OwnSACRLModule)
 
 
 def spec_of(algorithm, kind="DeepLinearAttention", **settings):
@@ -234,8 +235,9 @@ def spec_of(algorithm, kind="DeepLinearAttention", **settings):
     module_class = classes[{"DQN": 1, "SAC": 2}.get(algorithm, 0)]
     if algorithm == "DQN":
         module_class = type("Recording", (RecordsValues, module_class), {})
-    settings = {**SMALL, **({} if config_class is GRUConfig else SIZES), **settings}
-    return RLModuleSpec(module_class, model_config=config_class(**settings))
+    known = {field.name for field in dataclasses.fields(config_class)}
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    return RLModuleSpec(module_class, model_config=config_class(**{**SMALL, **sizes, **settings}))
 
 
 def rllibs_spec(**settings):
@@ -305,7 +307,9 @@ def train_offline(config, episodes=None, observation_space=None):
     )
     learner.build()
     learner.update(
-        training_data=TrainingData(data_iterators=[Rows(episodes or play(env, 8, act))]),
+        training_data=TrainingData(
+            data_iterators=[[hand for (hand,) in dealt(episodes or play(env, 8, act), 2)]]
+        ),
         num_iters=2,
         minibatch_size=40,
         timesteps={},
@@ -341,8 +345,19 @@ def check(learner):
 # Modules.
 
 
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("algorithm", CONFIGS)
+def pairs():
+    """Algorithms with kinds of modules: for most kinds one algorithm is quick, the others slow."""
+    quick = {(list(CONFIGS)[i % len(CONFIGS)], kind) for i, kind in enumerate(MODULES)}
+    quick |= {(algorithm, kind) for algorithm in CONFIGS for kind in [*NAMED, "own memory"]}
+    return [
+        pytest.param(*pair, id="-".join(pair), marks=[] if pair in quick else pytest.mark.slow)
+        for kind in MODULES
+        for algorithm in CONFIGS
+        for pair in [(algorithm, kind)]
+    ]
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), pairs())
 def test_modules(algorithm, kind):
     learner = train(make_config(algorithm, spec_of(algorithm, kind)))
     if algorithm in OFFLINE:
@@ -350,6 +365,13 @@ def test_modules(algorithm, kind):
         whole = train(make_config(algorithm, spec_of(algorithm, kind, max_seq_len=64)))
         (outputs,), (expected,) = learner.first_outputs.values(), whole.first_outputs.values()
         torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("algorithm", ["PPO", "APPO", "IMPALA", "SAC", "BC", "MARWIL"])
+def test_two_memories(algorithm, kind):
+    train(make_config(algorithm, spec_of(algorithm, kind, vf_share_layers=False)))
 
 
 @pytest.mark.parametrize("algorithm", ["PPO", "APPO", "IMPALA", "BC", "MARWIL"])
@@ -372,9 +394,11 @@ def test_no_memory(algorithm):
 # Setups.
 
 
-@pytest.mark.parametrize("algorithm", ["APPO", "IMPALA"])
+@pytest.mark.parametrize("algorithm", ["APPO", "IMPALA", "DQN", "SAC"])
 def test_several_agents(algorithm):
-    config = make_config(algorithm).environment(RandomAgents, env_config={"num_agents": 2})
+    space = CONTINUOUS if algorithm == "SAC" else gym.spaces.Discrete(2)
+    env_config = {"num_agents": 2, "action_spaces": {"a0": space, "a1": space}}
+    config = make_config(algorithm).environment(RandomAgents, env_config=env_config)
     specs = {"a0": spec_of(algorithm), "a1": spec_of(algorithm, "GTrXL")}
     config.multi_agent(policies=set(specs), policy_mapping_fn=lambda agent, *_, **__: agent)
     train(config.rl_module(rl_module_spec=MultiRLModuleSpec(rl_module_specs=specs)))
@@ -395,14 +419,16 @@ def test_compiled(algorithm, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     learner = train(make_config(algorithm, spec_of(algorithm, compile=True, d_model=28)))
     blocks = learner.module["default_policy"].core.memory.blocks
-    assert all(block in compilation._compiled for block in blocks)
+    assert all(compilation.is_compiled(block) for block in blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["IMPALA", "SAC"])
 def test_remote_env_runner(algorithm):
     train(make_config(algorithm).env_runners(num_env_runners=1))
 
 
+@pytest.mark.slow
 def test_appo_with_two_learners_and_a_remote_env_runner():
     config = make_config("APPO").env_runners(num_env_runners=1).learners(num_learners=2)
     algorithm = connect(config).build_algo()
@@ -423,41 +449,88 @@ def test_appo_with_two_learners_and_a_remote_env_runner():
     assert max(error["default_policy"] for error in errors) <= 1e-5
 
 
-REFUSED = {
-    "several agents": ["DQN", "SAC", "BC", "MARWIL"],
-    "several Learners": ["DQN", "SAC"],
-    "trials": ["BC", "MARWIL"],
-    "RLlib's LSTM": ["DQN", "SAC"],
-}
-MESSAGES = {
-    "several agents": "Sequences can be replayed for one agent only|of one agent only",
-    "several Learners": "`num_learners` is 2, but must be 0 or 1",
-    "trials": "`episodes_per_trial` is 2, but must be 1 to train on recorded episodes",
-    "RLlib's LSTM": "with `use_lstm` cannot be trained on replayed rows",
-}
+def outputs_of(episodes):
+    """What the steps of each agent's episode recorded, by episode and agent."""
+    outputs = defaultdict(list)
+    for episode in episodes:
+        for agent_id, agent in getattr(episode, "agent_episodes", {None: episode}).items():
+            if len(agent):
+                outputs[episode.id_, agent_id] += [
+                    *agent.get_extra_model_outputs(Columns.ACTION_DIST_INPUTS)
+                ]
+    return outputs
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "kind"),
-    [
-        pytest.param(algorithm, kind, id=f"{algorithm}-{kind}")
-        for kind, algorithms in REFUSED.items()
-        for algorithm in algorithms
-    ],
-)
-def test_refused_setups(algorithm, kind):
-    config, settings = make_config(algorithm), {}
-    if kind == "several agents":
-        config.multi_agent(policies={"a", "b"}, policy_mapping_fn=lambda agent, *_, **__: agent)
-    elif kind == "several Learners":
-        config.learners(num_learners=2)
-    elif kind == "trials":
-        config.offline_data(input_=["recordings"])
-        settings["episodes_per_trial"] = 2
-    else:
-        config.rl_module(rl_module_spec=rllibs_spec(use_lstm=True, max_seq_len=T))
-    with pytest.raises(ValueError, match=MESSAGES[kind]):
-        connect(config, **settings)
+def train_on_recordings(algorithm, change, runner_class, path, **settings):
+    """Records with one algorithm and trains with another, through files; with equal weights first.
+
+    Args:
+        algorithm: BC or MARWIL.
+        change: What makes the setup of a config.
+        runner_class: The recording EnvRunner.
+        path: For the files.
+        settings: For `connect`.
+    """
+    recording = change(make_config("PPO")).offline_data(output=str(path))
+    runner = runner_class(config=connect(recording, **settings))
+    recorded = outputs_of([e for _ in range(3) for e in runner.sample(num_timesteps=60)])
+    runner.stop()
+    config = change(make_config(algorithm)).offline_data(input_=[str(path)])
+    config.evaluation(evaluation_interval=10, evaluation_duration=1)
+    algo = connect(config, **settings).build_algo()
+    try:
+        learner, data = algo.learner_group._learner, algo.offline_data
+        modules = runner.module if recording.is_multi_agent else {"default_policy": runner.module}
+        for module_id, module in modules.items():
+            # Without the heads that only a Learner has.
+            learner.module[module_id].load_state_dict(module.state_dict(), strict=False)
+        learner.first_weights = learner.weights()
+        algo.train()
+        check(learner)
+        trials = read_trials(data.data.iterator(), module_of=module_mapping(config), batch_size=1)
+        ((first,),) = [deal(trials, 1, 40)]
+    finally:
+        algo.stop()
+    expected = defaultdict(list)
+    for episode in first:
+        for agent_id, agent in getattr(episode, "agent_episodes", {None: episode}).items():
+            module_id = agent.module_id or "default_policy"
+            expected[module_id] += recorded[episode.id_, agent_id]
+    assert learner.first_outputs.keys() == expected.keys() == modules.keys()
+    for module_id, outputs in learner.first_outputs.items():
+        np.testing.assert_allclose(outputs, np.stack(expected[module_id]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", OFFLINE)
+def test_recorded_agents(algorithm, tmp_path):
+    specs = {"a0": spec_of(algorithm), "a1": spec_of(algorithm, "GTrXL")}
+
+    def change(config):
+        config.environment(RandomAgents, env_config={"num_agents": 2})
+        config.multi_agent(policies=set(specs), policy_mapping_fn=lambda agent, *_, **__: agent)
+        return config.rl_module(rl_module_spec=MultiRLModuleSpec(rl_module_specs=specs))
+
+    train_on_recordings(algorithm, change, RecordingMultiAgentEnvRunner, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", OFFLINE)
+def test_recorded_trials(algorithm, tmp_path):
+    """Episodes are no longer than a row, so that each row's state comes from another episode."""
+
+    def change(config):
+        return config.environment(RememberFirst, env_config={"length": T - 1})
+
+    train_on_recordings(algorithm, change, RecordingEnvRunner, tmp_path, episodes_per_trial=3)
+
+
+@pytest.mark.parametrize("algorithm", ["DQN", "SAC"])
+def test_refused_setups(algorithm):
+    config = make_config(algorithm)
+    config.rl_module(rl_module_spec=rllibs_spec(use_lstm=True, max_seq_len=T))
+    with pytest.raises(ValueError, match="with `use_lstm` cannot be trained on replayed rows"):
+        connect(config)
 
 
 @pytest.mark.parametrize("config_class", [CQLConfig, IQLConfig, TQCConfig])

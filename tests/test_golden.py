@@ -17,7 +17,7 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 
 from connectors import MemoryPolicy
 from rlmodules import DeepLinearAttentionRLModule
-from rlmodules.checkpoint_version import CHECKPOINT_VERSION, VERSION_KEY
+from rlmodules.modules.checkpoint_version import CHECKPOINT_VERSION, VERSION_KEY
 from tests.golden.write import CASES, EXPECTED_FILE, FOLDER, SETTINGS_FILE, build, outputs
 
 

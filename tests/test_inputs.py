@@ -182,7 +182,10 @@ def test_policy_without_exploration():
     assert batch[Columns.ACTION_LOGP][mask].eq(0).all()
 
 
-@pytest.mark.parametrize("num_env_runners", [0, 1], ids=["local", "remote"])
+@pytest.mark.parametrize(
+    "num_env_runners",
+    [pytest.param(0, id="local"), pytest.param(1, id="remote", marks=pytest.mark.slow)],
+)
 def test_evaluation(num_env_runners):
     config = make_config().evaluation(
         evaluation_interval=1,

@@ -64,6 +64,7 @@ def assert_equal_everywhere(algorithm):
         assert all(np.array_equal(state[key], second[name][key]) for key in state)
 
 
+@pytest.mark.slow
 def test_two_learners_rebuild_states_and_stay_equal():
     algorithm = connect(ppo(2)).build_algo()
     rebuilt = stale = 0
@@ -123,10 +124,10 @@ def test_compiled_cores_on_two_learners():
 
 
 def count_compiled(learner):
-    from rlmodules import compilation
+    from rlmodules.memories import compilation
 
     blocks = learner.module[DEFAULT_MODULE_ID].unwrapped().core.memory.blocks
-    return sum(block in compilation._compiled for block in blocks)
+    return sum(compilation.is_compiled(block) for block in blocks)
 
 
 class AutocastLearner(MemoryPPOTorchLearner):

@@ -59,7 +59,7 @@ def modules():
 
 def module_of(agent_id, episode, **kwargs):
     """`a0` and `a4` share a module."""
-    return list(modules())[int(agent_id[1:]) % 4]
+    return ["ours", "lstm", "mlp", "counting"][int(agent_id[1:]) % 4]
 
 
 class RecordingLearner(MemoryPPOTorchLearner):
@@ -154,7 +154,9 @@ def check_states(runner, samples):
                         assert state is initial
                     else:
                         for name, leaf in state.items():
-                            np.testing.assert_allclose(recorded[name], leaf[0], atol=1e-5)
+                            np.testing.assert_allclose(
+                                recorded[name], leaf[0], rtol=1e-5, atol=1e-5
+                            )
                 if step == len(chunk):
                     break
                 obs = torch.as_tensor(chunk.get_observations(step))[None, None]
@@ -168,8 +170,10 @@ def check_states(runner, samples):
     return num_rows
 
 
-@pytest.mark.parametrize("fragment", [1, 4, 19])
-@pytest.mark.parametrize("schedule", ["together", "turns", "rates", "lives"])
+@pytest.mark.parametrize(
+    ("schedule", "fragment"),
+    [("together", 4), ("turns", 1), ("turns", 4), ("rates", 1), ("rates", 19), ("lives", 4)],
+)
 def test_states(schedule, fragment):
     """Short fragments cut episodes while agents wait, several times in a row."""
     config = ppo(schedule=schedule, num_envs=2, fragment=fragment, truncate=fragment == 4)
@@ -209,6 +213,7 @@ def test_an_agent_that_comes_back_starts_anew():
     assert check_states(runner, samples) > 50
 
 
+@pytest.mark.slow
 def test_two_learners():
     """Episodes are cut to share them out; rows start from exact states all the same.
 
@@ -282,6 +287,7 @@ def test_modules_that_are_not_trained():
     assert changed == {"ours"}
 
 
+@pytest.mark.slow
 def test_a_killed_env_runner_is_replaced():
     config = ppo(schedule="rates", num_envs=1, fragment=30)
     config.env_runners(num_env_runners=2).training(train_batch_size_per_learner=60)

@@ -20,13 +20,12 @@ from ray.rllib.evaluation.postprocessing import Postprocessing
 from connectors import MemoryPPOTorchLearner, connect
 from rlmodules import (
     DeepLinearAttentionConfig,
-    DeepLinearAttentionRLModule,
     GTrXLConfig,
-    GTrXLRLModule,
     LinearAttentionConfig,
-    LinearAttentionRLModule,
-    compilation,
+    MemoryRLModule,
+    POPGymLinearAttentionConfig,
 )
+from rlmodules.memories import compilation
 from tests.envs import RandomObservations
 
 pytestmark = pytest.mark.ray
@@ -38,7 +37,6 @@ SMALL = {
     "num_heads": 2,
     "head_dim": 4,
     "feedforward_dim": 8,
-    "hidden_size": 25,
     "compile": False,
 }
 
@@ -70,13 +68,6 @@ class RecordingLearner(MemoryPPOTorchLearner):
         )
 
 
-MODULES = {
-    DeepLinearAttentionConfig: DeepLinearAttentionRLModule,
-    GTrXLConfig: GTrXLRLModule,
-    LinearAttentionConfig: LinearAttentionRLModule,
-}
-
-
 def build(model_config, *, fragment, connected, env_config=None, num_gpus_per_learner=0):
     config = (
         PPOConfig()
@@ -100,7 +91,7 @@ def build(model_config, *, fragment, connected, env_config=None, num_gpus_per_le
         )
         .rl_module(
             rl_module_spec=RLModuleSpec(
-                module_class=MODULES[type(model_config)],
+                module_class=MemoryRLModule,
                 model_config=model_config,
             )
         )
@@ -137,12 +128,12 @@ def single(max_seq_len=8, **settings):
 
 
 def gtrxl(max_seq_len=8, **settings):
-    small = {key: value for key, value in SMALL.items() if key != "hidden_size"}
-    return GTrXLConfig(max_seq_len=max_seq_len, **{**small, **settings})
+    return GTrXLConfig(max_seq_len=max_seq_len, **{**SMALL, **settings})
 
 
-def popgym(config_class, **settings):
-    return config_class.popgym(max_seq_len=8, **{**SMALL, "head_fcnet_hiddens": [8], **settings})
+def popgym(preset=POPGymLinearAttentionConfig, **settings):
+    small = {"fcnet_hiddens": [16], "head_fcnet_hiddens": [8], "hidden_size": 25}
+    return preset(max_seq_len=8, **{**small, **settings})
 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "rllib"])
@@ -164,7 +155,9 @@ def test_rows_and_fragments(max_seq_len, fragment, connected):
     "model_config",
     [
         pytest.param(deep(vf_share_layers=False), id="two memories"),
-        pytest.param(popgym(DeepLinearAttentionConfig, num_layers=2), id="popgym deep"),
+        pytest.param(
+            popgym(POPGymLinearAttentionConfig.deep, num_layers=2, hidden_size=64), id="popgym deep"
+        ),
         pytest.param(gtrxl(memory_inference=3), id="gtrxl, memory < rows"),
         pytest.param(gtrxl(memory_inference=8), id="gtrxl, memory = rows"),
         pytest.param(gtrxl(memory_inference=50), id="gtrxl, memory > rows"),
@@ -180,8 +173,8 @@ def test_modules_on_both_paths(model_config, connected):
         pytest.param(single(), id="one block"),
         pytest.param(gtrxl(memory_inference=5, vf_share_layers=False), id="gtrxl, two memories"),
         pytest.param(gtrxl(40, memory_inference=3), id="gtrxl, rows of several blocks"),
-        pytest.param(popgym(LinearAttentionConfig), id="popgym"),
-        pytest.param(popgym(LinearAttentionConfig, S_aggregator="max"), id="popgym max"),
+        pytest.param(popgym(), id="popgym"),
+        pytest.param(popgym(S_aggregator="max"), id="popgym max"),
         pytest.param(deep(positions="sine"), id="sine"),
         pytest.param(deep(positions="none", normalizer="sum"), id="sum"),
     ],
@@ -195,6 +188,7 @@ def test_continuous_actions_and_truncated_episodes():
     check_parity(deep(), fragment=19, connected=True, env_config=env_config)
 
 
+@pytest.mark.slow
 # PyTorch's compiler raises warnings of its own.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "rllib"])
@@ -206,7 +200,7 @@ def test_compiled(connected, monkeypatch):
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     learner = check_parity(deep(compile=True, d_model=width), fragment=19, connected=connected)
     blocks = learner.module["default_policy"].core.memory.blocks
-    assert all(block in compilation._compiled for block in blocks)
+    assert all(compilation.is_compiled(block) for block in blocks)
 
 
 @pytest.mark.gpu

@@ -21,9 +21,9 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from connectors import connect
 from rlmodules import (
     DeepLinearAttentionConfig,
-    DeepLinearAttentionQRLModule,
     DeepLinearAttentionRLModule,
-    DeepLinearAttentionSACRLModule,
+    MemoryQRLModule,
+    MemorySACRLModule,
 )
 from tests.envs import RandomObservations
 
@@ -50,8 +50,8 @@ TRAINING = {
     SACConfig: {"actor_lr": SCHEDULE, "critic_lr": 1e-2, "alpha_lr": 0.1},
 }
 MODULES = {
-    DQNConfig: DeepLinearAttentionQRLModule,
-    SACConfig: DeepLinearAttentionSACRLModule,
+    DQNConfig: MemoryQRLModule,
+    SACConfig: MemorySACRLModule,
 }
 
 

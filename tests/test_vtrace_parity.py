@@ -171,6 +171,7 @@ def test_shuffled_minibatches_on_a_gpu():
     train(algo, 2, tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_shuffled_minibatches_from_an_aggregator_actor():
     """RLlib forgets that such rows may be shuffled, and the module there is never trained."""
     algo = build(
@@ -215,6 +216,7 @@ def test_checkpoints_hold_the_target_networks(tmp_path):
         restored.stop()
 
 
+@pytest.mark.slow
 def test_two_learners_stay_equal():
     algo = build(
         "IMPALA",

@@ -13,15 +13,18 @@ from ray.rllib.utils.typing import ModuleID
 
 
 def log_explained_variance(
-    learner: TorchLearner, module_id: ModuleID, batch: dict[str, Any], fwd_out: dict[str, Any]
+    learner: TorchLearner, module_id: ModuleID, batch: dict[str, Any]
 ) -> None:
-    """Replaces the number that RLlib's loss has logged, which counts padding too."""
-    module: Any = learner.module[module_id].unwrapped()
-    with torch.no_grad():
-        values = module.compute_values(batch, embeddings=fwd_out.get(Columns.EMBEDDINGS))
+    """Replaces the number that RLlib's loss has logged, which counts padding too.
+
+    The values are those that the targets were computed from: no module runs once more for this.
+    """
+    if Columns.LOSS_MASK not in batch or Columns.VF_PREDS not in batch:
+        return
+    columns = (Postprocessing.VALUE_TARGETS, Columns.VF_PREDS, Columns.LOSS_MASK)
     learner.metrics.log_value(
         (module_id, LEARNER_RESULTS_VF_EXPLAINED_VAR_KEY),
-        explained_variance(batch[Postprocessing.VALUE_TARGETS], values, batch[Columns.LOSS_MASK]),
+        explained_variance(*(batch[column] for column in columns)),
         window=1,
     )
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ray.rllib.algorithms.marwil.marwil import MARWILConfig
 from ray.rllib.algorithms.marwil.torch.marwil_torch_learner import MARWILTorchLearner
 from ray.rllib.connectors.learner import AddNextObservationsFromEpisodesToTrainBatch
-from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.training_data import TrainingData
-from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.typing import ModuleID, ResultDict
 
-from connectors.learner import BuildTrainBatch
 from connectors.learners.explained_variance import log_explained_variance
 from connectors.learners.mixin import MemoryLearnerMixin
-from connectors.offline import RebuildRowStates, read_episodes
 
 
 class MemoryMARWILTorchLearner(MemoryLearnerMixin, MARWILTorchLearner):
@@ -28,15 +23,12 @@ class MemoryMARWILTorchLearner(MemoryLearnerMixin, MARWILTorchLearner):
     MARWIL's value targets. `vf_explained_var` counts real steps only.
     """
 
-    _episodes: Iterator[SingleAgentEpisode] | None = None
-
     @override(MARWILTorchLearner)
     def build(self) -> None:
         """Builds the Learner and completes its connectors."""
         super().build()
         pipeline = self._learner_connector
         if pipeline is not None:
-            pipeline.insert_after(BuildTrainBatch, RebuildRowStates())
             # No loss reads them, and they would come without a time axis.
             pipeline.remove(AddNextObservationsFromEpisodesToTrainBatch)
 
@@ -44,26 +36,15 @@ class MemoryMARWILTorchLearner(MemoryLearnerMixin, MARWILTorchLearner):
     def update(
         self, *args: Any, training_data: TrainingData | None = None, **kwargs: Any
     ) -> ResultDict:
-        """Makes `num_iters` updates, each from whole episodes of `minibatch_size` steps or more."""
-        # What `RecordedEpisodes` returned, under the name that RLlib has for an iterator or for a
-        # batch.
-        iterators = training_data and (training_data.data_iterators or training_data.batch)
-        if not isinstance(iterators, list):
+        """Makes an update from each list of episodes that `RecordedEpisodes` dealt this Learner."""
+        # Under the name that RLlib has for iterators or for a batch.
+        dealt = training_data and (training_data.data_iterators or training_data.batch)
+        if not isinstance(dealt, list):
             return super().update(*args, training_data=training_data, **kwargs)
-        num_iters, num_steps = kwargs.pop("num_iters"), kwargs.pop("minibatch_size")
-        timesteps = kwargs.pop("timesteps", None)
-        if self._episodes is None:
-            kwargs.pop("return_state", None)
-            # One row is one episode.
-            batch_size = self.config.input_read_batch_size or 1
-            self._episodes = read_episodes(iterators[0], batch_size=batch_size, **kwargs)
-        for _ in range(num_iters):
-            episodes: list[Any] = [next(self._episodes)]
-            while sum(map(len, episodes)) < num_steps:
-                episodes.append(next(self._episodes))
+        for episodes in dealt[0]:
             super().update(
                 training_data=TrainingData(episodes=episodes),
-                timesteps=timesteps,
+                timesteps=kwargs.get("timesteps"),
                 # Once, for all updates, below.
                 _no_metrics_reduce=True,
             )
@@ -78,10 +59,13 @@ class MemoryMARWILTorchLearner(MemoryLearnerMixin, MARWILTorchLearner):
         batch: dict[str, Any],
         fwd_out: dict[str, Any],
     ) -> Any:
-        """MARWIL's loss, unchanged."""
+        """MARWIL's loss, unchanged; its moving average doesn't take up what is not finite."""
+        averages: Any = self.moving_avg_sqd_adv_norms_per_module
+        before = averages[module_id]
         loss = super().compute_loss_for_module(
             module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
         )
-        if config.beta and Columns.LOSS_MASK in batch:
-            log_explained_variance(self, module_id, batch, fwd_out)
+        averages[module_id] = averages[module_id].where(averages[module_id].isfinite(), before)
+        if config.beta:
+            log_explained_variance(self, module_id, batch)
         return loss

@@ -6,7 +6,6 @@ from typing import Any
 
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
-from ray.rllib.core.columns import Columns
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.typing import ModuleID
 
@@ -34,6 +33,6 @@ class MemoryPPOTorchLearner(MemoryLearnerMixin, PPOTorchLearner):
         loss = super().compute_loss_for_module(
             module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
         )
-        if config.use_critic and Columns.LOSS_MASK in batch:
-            log_explained_variance(self, module_id, batch, fwd_out)
+        if config.use_critic:
+            log_explained_variance(self, module_id, batch)
         return loss

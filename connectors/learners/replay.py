@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray.rllib.connectors.learner import (
     AddNextObservationsFromEpisodesToTrainBatch,
     AddOneTsToEpisodesAndTruncate,
 )
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
+from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.annotations import override
 from torch import Tensor
 
 from connectors.learners.mixin import MemoryLearnerMixin
+from connectors.replay.shares import unpacked
 
 
 class ReplayLearnerMixin(MemoryLearnerMixin):
@@ -18,8 +22,15 @@ class ReplayLearnerMixin(MemoryLearnerMixin):
 
     A slice's last observation goes into the row behind its last step, in place of the second set
     of rows, one step later, that RLlib adds as `NEXT_OBS`. Modules without memory are trained as
-    RLlib trains them.
+    RLlib trains them. Several Learners get their slices in one piece each.
     """
+
+    @override(TorchLearner)
+    def update(self, *args: Any, training_data: TrainingData | None = None, **kwargs: Any) -> Any:
+        """Trains on the slices of this Learner's share."""
+        if training_data is not None and training_data.episodes is not None:
+            training_data.episodes = unpacked(training_data.episodes)
+        return super().update(*args, training_data=training_data, **kwargs)
 
     @override(TorchLearner)
     def build(self) -> None:

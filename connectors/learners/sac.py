@@ -27,6 +27,7 @@ from ray.rllib.utils.typing import ModuleID, ParamDict
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from connectors.collectives import sum_over_learners
 from connectors.learners.replay import ReplayLearnerMixin, masked_mean, trained_steps
 
 # Keys of `forward_train` that RLlib has no names for.
@@ -50,7 +51,28 @@ class _OneBackwardPass(SACTorchLearner):
         return TorchLearner.compute_gradients(self, loss_per_module, **kwargs)
 
 
-class MemorySACTorchLearner(ReplayLearnerMixin, _OneBackwardPass):
+class _SharedTemperatures(_OneBackwardPass):
+    """Several Learners take the same step of the temperatures.
+
+    They are no part of the modules whose gradients torch's DDP averages: in RLlib each Learner goes
+    on with temperatures of its own.
+    """
+
+    @override(SACTorchLearner)
+    def compute_gradients(self, loss_per_module: dict[ModuleID, Any], **kwargs: Any) -> ParamDict:
+        gradients = super().compute_gradients(loss_per_module, **kwargs)
+        # The same modules on all Learners.
+        alphas: list[Any] = [self.curr_log_alpha[id_] for id_ in sorted(loss_per_module)]
+        if self.distributed and alphas:
+            own = torch.cat([alpha.grad for alpha in alphas]).cpu().numpy()
+            total = torch.as_tensor(sum_over_learners(own, str(self.device)), device=self.device)
+            num_learners: Any = self.config.num_learners
+            for alpha, gradient in zip(alphas, total / num_learners, strict=True):
+                alpha.grad.fill_(gradient)
+        return gradients
+
+
+class MemorySACTorchLearner(ReplayLearnerMixin, _SharedTemperatures):
     """SAC's Learner for modules with memory, set by `connect`.
 
     Beyond `ReplayLearnerMixin` its losses and metrics are means over the steps that are trained

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# A log decay that leaves nothing: exp(-750) is 0 even in float64, and sums of it stay exact.
+NOTHING_LEFT = -750.0
+
 
 class Factors(NamedTuple):
     """What decay and resets multiply with; None where that is 1."""
 
     inside: Tensor | None
-    """`(G, N, C, C)`: from step j to step i of a chunk, 0 above the diagonal."""
+    """`(G, N, C, C)`: from step j to step i of a chunk."""
+    hidden: Tensor | None
+    """`(G, N, C, C)` bool: whether the steps j and i of a chunk are of different episodes."""
     read: Tensor | None
     """`(G, N, C, 1)`: from the state before the chunk to step i."""
     write: Tensor | None
@@ -31,9 +36,9 @@ class ChunkwiseAttention(torch.autograd.Function):
     forward and eight backward, `O(T C (K + V) + T K V)`; keeps `q`, `k`, `v`, the masked products
     and one state a chunk.
 
-    Arguments of `apply`: q, k `(G, N, C, K)`, v `(G, N, C, V)`, S `(G, K, V)`, z `(G, K)`,
-    log_decay `(G, N, C)` or None, episode `(G, N, C)` int64 or None, normalize, eps. Returns
-    outputs `(G, N, C, V)` and the final S and z.
+    Arguments of `apply`: q, k `(G, N, C, K)`, v `(G, N, C, V)`, S `(G, K, V)`, z `(G, K)` or None,
+    log_decay `(G, N, C)` or None, episode `(G, N, C)` int64 or None, eps. Returns outputs
+    `(G, N, C, V)`, divided by the normaliser if there is a z, and the final S and z.
     """
 
     @staticmethod
@@ -43,21 +48,22 @@ class ChunkwiseAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         S: Tensor,
-        z: Tensor,
+        z: Tensor | None,
         log_decay: Tensor | None,
         episode: Tensor | None,
-        normalize: bool,
         eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         factors = _factors(log_decay, episode, q)
-        A = _mask_(q @ k.mT, factors.inside)
+        # Weights of 0 would not keep a NaN in v from the steps before it: where v is not finite,
+        # the weights of its step are NaN instead.
+        A = _mask_((q @ k.mT).add_((v.sum(-1) * 0).unsqueeze(2)), factors)
         read, write = _scale(q, factors.read), _scale(k, factors.write)
         # What each chunk adds to the state becomes the state before it.
         states, S = _scan_(write.mT @ v, S, factors.carry)
-        sums, z = _scan_(write.sum(2), z, factors.carry)
-        out = _add_product_(A @ v, read, states)
-        norm = None
-        if normalize:
+        out = _add_product_(A @ v.nan_to_num(0.0, 0.0, 0.0), read, states)
+        sums = norm = None
+        if z is not None:
+            sums, z = _scan_(write.sum(2), z, factors.carry)
             norm = A.sum(-1, keepdim=True) + read @ sums.unsqueeze(-1)
             norm += eps
             out /= norm
@@ -67,13 +73,13 @@ class ChunkwiseAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor) -> tuple:  # noqa: D102
+    def backward(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor | None) -> tuple:  # noqa: D102
         # Autocast may be on where the gradients are computed.
         with torch.autocast(d_out.device.type, enabled=False):
             return _gradients(ctx, d_out, d_S, d_z)
 
 
-def _gradients(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor) -> tuple:
+def _gradients(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor | None) -> tuple:
     q, k, v, A, states, sums, S, z, out, norm, episode, *factors = ctx.saved_tensors
     factors = Factors(*factors)
     read, write = _scale(q, factors.read), _scale(k, factors.write)
@@ -85,50 +91,55 @@ def _gradients(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor) -> tuple:
     d_A = d_out @ v.mT
     if d_norm is not None:
         d_A += d_norm
-    d_A = _mask_(d_A, factors.inside)
+    d_A = _mask_(d_A, factors)
 
     # Backward in time: what all later chunks want of the state after each chunk.
     d_states, d_first = _scan_(read.mT @ d_out, d_S, factors.carry, reverse=True)
     d_read = d_out @ states.mT
     d_write = v @ d_states.mT
-    if d_norm is None:
-        d_sums, d_first_sum = _scan_(torch.zeros_like(sums), d_z, factors.carry, reverse=True)
-    else:
+    d_first_sum = None
+    if d_norm is not None and d_z is not None:
         d_sums = (read.mT @ d_norm).squeeze(-1)
         d_sums, d_first_sum = _scan_(d_sums, d_z, factors.carry, reverse=True)
         d_read.addcmul_(d_norm, sums.unsqueeze(2))
-    d_write += d_sums.unsqueeze(2)
+        d_write += d_sums.unsqueeze(2)
     d_q = _add_product_(_scale(d_read, factors.read), d_A, k)
     d_k = _add_product_(_scale(d_write, factors.write), d_A.mT, q)
     d_v = _add_product_(A.mT @ d_out, write, d_states)
     d_log_decay = None
     if ctx.has_decay:
-        final = (d_S * S).sum((1, 2)) + (d_z * z).sum(1)
+        final = (d_S * S).sum((1, 2))
+        if d_z is not None:
+            final += (d_z * z).sum(1)
         d_log_decay = _decay_gradient(q, d_q, k, d_k, final, episode)
-    return d_q, d_k, d_v, d_first, d_first_sum, d_log_decay, None, None, None
+    return d_q, d_k, d_v, d_first, d_first_sum, d_log_decay, None, None
 
 
 def _factors(log_decay: Tensor | None, episode: Tensor | None, q: Tensor) -> Factors:
-    if log_decay is None and episode is None:
-        return Factors(None, None, None, None)
-    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-    reads = writes = carries = torch.ones_like(mask[0, 0])
+    inside = hidden = read = write = carry = None
     if episode is not None:
         before = torch.cat([torch.zeros_like(episode[:, :1, -1]), episode[:, :-1, -1]], 1)
-        mask = mask & (episode[..., :, None] == episode[..., None, :])
-        reads = episode == before[..., None]
-        writes = episode == episode[..., -1:]
-        carries = before == episode[..., -1]
-    if log_decay is None:
-        factors = (mask, reads[..., None], writes[..., None], carries[..., None])
-        return Factors(*(x.to(q.dtype) for x in factors))
-    G = log_decay.cumsum(-1)
-    # Masked before the exponential: above the diagonal it would overflow.
-    inside = (G[..., :, None] - G[..., None, :]).masked_fill_(~mask, -torch.inf).exp_()
-    read, write, carry = G.exp(), (G[..., -1:] - G).exp(), G[..., -1].exp()
-    if episode is not None:
-        read, write, carry = read * reads, write * writes, carry * carries
-    return Factors(inside, read[..., None], write[..., None], carry[..., None])
+        hidden = episode[..., :, None] != episode[..., None, :]
+        read, write, carry = (
+            same.to(q.dtype)
+            for same in (
+                episode == before[..., None],
+                episode == episode[..., -1:],
+                before == episode[..., -1],
+            )
+        )
+    if log_decay is not None:
+        # In float64: behind a step that forgets much, differences of sums would lose their digits.
+        G = log_decay.double().clamp(min=NOTHING_LEFT).cumsum(-1)
+        # At most 0 before the exponential: above the diagonal it would overflow.
+        inside = (G[..., :, None] - G[..., None, :]).to(q.dtype).clamp_(max=0.0).exp_()
+        decays = G.exp().to(q.dtype), inside[..., -1, :], G[..., -1].exp().to(q.dtype)
+        read, write, carry = (
+            decay if same is None else decay * same
+            for decay, same in zip(decays, (read, write, carry), strict=True)
+        )
+    factors = (None if x is None else x.unsqueeze(-1) for x in (read, write, carry))
+    return Factors(inside, hidden, *factors)
 
 
 def _decay_gradient(q, d_q, k, d_k, final, episode):
@@ -148,8 +159,13 @@ def _decay_gradient(q, d_q, k, d_k, final, episode):
     return later.view(q.shape[:3])
 
 
-def _mask_(A: Tensor, inside: Tensor | None) -> Tensor:
-    return A.tril_() if inside is None else A.mul_(inside)
+def _mask_(A: Tensor, factors: Factors) -> Tensor:
+    if factors.inside is not None:
+        A *= factors.inside
+    if factors.hidden is not None:
+        A.masked_fill_(factors.hidden, 0.0)
+    # Not left to factors of 0: a NaN would stay.
+    return A.tril_()
 
 
 def _scale(x: Tensor, factor: Tensor | None) -> Tensor:

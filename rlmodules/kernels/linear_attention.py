@@ -28,7 +28,8 @@ def linear_attention(
     """Causal linear attention over a sequence that continues from a state.
 
     `S_t = a_t S_{t-1} + k_t v_t^T`, `z_t = a_t z_{t-1} + k_t` and
-    `o_t = S_t^T q_t / (z_t . q_t + eps)`, with `a_t = exp(log_decay_t)`.
+    `o_t = S_t^T q_t / (z_t . q_t + eps)`, with `a_t = exp(log_decay_t)`. A NaN changes no output
+    before its step.
 
     Costs `O(T C (K + V) + T K V)` time for chunks of C steps and keeps one `K x V` state a chunk
     for the backward pass; `T = 1` is a single rank-one update. Computes in the state's dtype, also
@@ -40,12 +41,12 @@ def linear_attention(
         v: Values, `(B, H, T, V)`.
         state: `S (B, H, K, V)` and `z (B, H, K)` before the first step. Their dtype (float32 or
             float64) is the dtype of the computation and of the results.
-        log_decay: Logarithm of the decay a head and step, `(B, H, T)`, not positive. None: no
-            decay.
+        log_decay: Logarithm of the decay a head and step, `(B, H, T)`, not positive; -inf forgets
+            all. None: no decay.
         valid: False on right padding, `(B, T)` bool. Padding must be finite; it changes no valid
             output and not the returned state. None: all steps are valid.
         resets: True where a new episode starts, `(B, T)` bool: the state is zero before that step.
-        normalize: Whether to divide by `z_t . q_t + eps`.
+        normalize: Whether to divide by `z_t . q_t + eps`. If not, z is returned as it is.
         eps: Added to the normaliser.
         chunk_size: Steps C per chunk.
 
@@ -69,7 +70,7 @@ def linear_attention(
         assert out.shape == (2, 4, 100, 32)
         ```
     """
-    S, z = state
+    S, z = state[0], state[1] if normalize else None
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.to(S.dtype) for x in (q, k, v))
         if log_decay is not None:
@@ -82,54 +83,57 @@ def linear_attention(
             if resets is not None:
                 resets = resets & valid
         if q.shape[2] == 1:
-            return _step(q, k, v, S, z, log_decay, resets, normalize, eps)
-        return _chunkwise(q, k, v, S, z, log_decay, resets, normalize, eps, chunk_size)
+            out, S, z = _step(q, k, v, S, z, log_decay, resets, eps)
+        else:
+            out, S, z = _chunkwise(q, k, v, S, z, log_decay, resets, eps, chunk_size)
+    return out, (S, state[1] if z is None else z)
 
 
-def _step(q, k, v, S, z, log_decay, resets, normalize, eps):
+def _step(q, k, v, S, z, log_decay, resets, eps):
     if resets is not None:
         S = torch.where(resets[:, :, None, None], 0.0, S)
-        z = torch.where(resets[:, :, None], 0.0, z)
-    if log_decay is not None:
-        a = log_decay.exp()
-        S, z = a[..., None] * S, a * z
-    S = S + k.transpose(2, 3) * v
-    z = z + k[:, :, 0]
+    a = None if log_decay is None else log_decay.exp()
+    S = (S if a is None else a[..., None] * S) + k.transpose(2, 3) * v
     out = q @ S
-    if normalize:
-        out = out / ((q * z[:, :, None]).sum(-1, keepdim=True) + eps)
-    return out, (S, z)
+    if z is None:
+        return out, S, None
+    if resets is not None:
+        z = torch.where(resets[:, :, None], 0.0, z)
+    z = (z if a is None else a * z) + k[:, :, 0]
+    return out / ((q * z[:, :, None]).sum(-1, keepdim=True) + eps), S, z
 
 
-def _chunkwise(q, k, v, S, z, log_decay, resets, normalize, eps, chunk_size):
-    B, H, T, _ = q.shape
-    N = -(-T // chunk_size)
-    C = -(-T // N)  # equal chunks: the least padding
+def _chunkwise(q, k, v, S, z, log_decay, resets, eps, chunk_size):
+    B, H, T, K = q.shape
+    N = max(1, -(-T // chunk_size))
+    C = max(1, -(-T // N))  # equal chunks: the least padding
     padding = N * C - T
     if padding:
         q, k, v = (pad(x, (0, 0, 0, padding)) for x in (q, k, v))
-    q, k, v = (x.reshape(B * H, N, C, -1) for x in (q, k, v))
+    q, k, v = (x.reshape(B * H, N, C, x.shape[-1]) for x in (q, k, v))
     if log_decay is not None:
         log_decay = pad(log_decay, (0, padding)).reshape(B * H, N, C)
     episode = None
     if resets is not None:
         # Which episode of the row a step belongs to; the incoming state belongs to episode 0.
         episode = pad(resets, (0, padding)).cumsum(1).view(B, N, C).repeat_interleave(H, 0)
-    tensors = (q, k, v, S.flatten(0, 1), z.flatten(0, 1), log_decay, episode)
+    z = None if z is None else z.flatten(0, 1)
+    tensors = (q, k, v, S.flatten(0, 1), z, log_decay, episode)
     rows = B * H
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        rows = max(1, TILE_SIZE // q[0].numel())
+        rows = max(1, TILE_SIZE // (N * C * K))
     if rows >= B * H:
-        out, S, z = ChunkwiseAttention.apply(*tensors, normalize, eps)
+        out, S, z = ChunkwiseAttention.apply(*tensors, eps)
     else:
         num_tiles = -(-B * H // rows)
         # `split`, not slices: the backward pass of a slice fills a tensor of the whole's size.
         tiles = zip(
             *([None] * num_tiles if x is None else x.split(rows) for x in tensors), strict=True
         )
-        results = [ChunkwiseAttention.apply(*tile, normalize, eps) for tile in tiles]
-        out, S, z = (torch.cat(parts) for parts in zip(*results, strict=True))
-    out = out.view(B, H, N * C, -1)
+        results = [ChunkwiseAttention.apply(*tile, eps) for tile in tiles]
+        outs, last_S, last_z = zip(*results, strict=True)
+        out, S, z = torch.cat(outs), torch.cat(last_S), None if z is None else torch.cat(last_z)
+    out = out.view(B, H, N * C, v.shape[-1])
     if padding:
         out = out[:, :, :T]
-    return out, (S.unflatten(0, (B, H)), z.unflatten(0, (B, H)))
+    return out, S.unflatten(0, (B, H)), None if z is None else z.unflatten(0, (B, H))

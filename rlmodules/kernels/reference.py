@@ -33,16 +33,67 @@ def linear_attention_reference(
     S, z = state
     outputs = []
     for t in range(q.shape[2]):
-        S, z = _reset((S, z), (torch.zeros_like(S), torch.zeros_like(z)), resets, valid, t)
         a = torch.ones_like(q[:, :, t, 0]) if log_decay is None else log_decay[:, :, t].exp()
+        (S,) = _reset((S,), (torch.zeros_like(S),), resets, valid, t)
         new_S = a[..., None, None] * S + k[:, :, t, :, None] * v[:, :, t, None, :]
-        new_z = a[..., None] * z + k[:, :, t]
-        S, z = _keep_on_padding((S, z), (new_S, new_z), valid, t)
+        (S,) = _keep_on_padding((S,), (new_S,), valid, t)
         out = torch.einsum("bhk,bhkv->bhv", q[:, :, t], S)
         if normalize:
+            (z,) = _reset((z,), (torch.zeros_like(z),), resets, valid, t)
+            (z,) = _keep_on_padding((z,), (a[..., None] * z + k[:, :, t],), valid, t)
             out = out / (torch.einsum("bhk,bhk->bh", q[:, :, t], z)[..., None] + eps)
         outputs.append(out)
     return torch.stack(outputs, 2), (S, z)
+
+
+def delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    S: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    valid: Tensor | None = None,
+    resets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule, one step after the other.
+
+    Arguments, results and source as in [`delta_rule`][rlmodules.kernels.delta_rule].
+    """
+    outputs = []
+    for t in range(q.shape[2]):
+        (S,) = _reset((S,), (torch.zeros_like(S),), resets, valid, t)
+        a = torch.ones_like(beta[:, :, t]) if log_decay is None else log_decay[:, :, t].exp()
+        decayed = a[..., None, None] * S
+        error = v[:, :, t] - torch.einsum("bhkv,bhk->bhv", decayed, k[:, :, t])
+        write = beta[:, :, t, None] * error
+        new_S = decayed + k[:, :, t, :, None] * write[:, :, None, :]
+        (S,) = _keep_on_padding((S,), (new_S,), valid, t)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, :, t], S))
+    return torch.stack(outputs, 2), S
+
+
+def scan_reference(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor,
+    *,
+    valid: Tensor | None = None,
+    resets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A linear recurrence, one step after the other; complex tensors work, too.
+
+    Arguments, results and source as in [`scan`][rlmodules.kernels.scan].
+    """
+    a = a.expand_as(b)
+    h = h0
+    outputs = []
+    for t in range(b.shape[1]):
+        (h,) = _reset((h,), (torch.zeros_like(h),), resets, valid, t)
+        (h,) = _keep_on_padding((h,), (a[:, t] * h + b[:, t],), valid, t)
+        outputs.append(h)
+    return torch.stack(outputs, 1), h
 
 
 def max_attention_reference(

@@ -1,13 +1,27 @@
 """GTrXL: attention over a window of past steps, with gates instead of residual connections."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
 import torch
 from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlmodules.kernels import relative_attention
-from rlmodules.memories.memory import Memory, State, count_steps, mask_padding, unit_values
-from rlmodules.memories.stack import run_blocks, stack_initial_states
+from rlmodules.memories.config import MemoryConfig
+from rlmodules.memories.memory import (
+    Memory,
+    State,
+    count_steps,
+    mask_padding,
+    unit_values,
+    zero_steps,
+)
+from rlmodules.memories.options import Count, Range
+from rlmodules.memories.residual import BlockStack
 
 
 class GRUGate(nn.Module):
@@ -49,53 +63,38 @@ class GTrXLUnit(nn.Module):
     that it doesn't depend on weights.
 
     Args:
-        d_model: Width D of input and output.
-        num_heads: Heads H.
-        head_dim: Width K of a head.
-        feedforward_dim: Hidden width of the feed-forward part.
-        memory_inference: Length M of the window.
-        memory_training: How much of the window a chunk of several steps sees.
-        gate_bias: See `GRUGate`.
+        config: Settings of the memory.
     """
 
     distances: Tensor
 
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        head_dim: int,
-        feedforward_dim: int,
-        memory_inference: int,
-        memory_training: int,
-        gate_bias: float,
-    ):
+    def __init__(self, config: GTrXLConfig):
         super().__init__()
-        width = num_heads * head_dim
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.memory_inference = memory_inference
-        self.memory_training = memory_training
+        d_model, width = config.d_model, config.num_heads * config.head_dim
+        self.num_heads = config.num_heads
+        self.head_dim = config.head_dim
+        self.memory_inference = config.memory_inference
+        self.memory_training = config.window_in_training
         self.attention_norm = nn.LayerNorm(d_model)
         self.qkv = nn.Linear(d_model, 3 * width, bias=False)
-        self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))
-        self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.content_bias = nn.Parameter(torch.empty(config.num_heads, config.head_dim))
+        self.position_bias = nn.Parameter(torch.empty(config.num_heads, config.head_dim))
         self.positions = nn.Linear(d_model, width, bias=False)
         self.out = nn.Linear(width, d_model, bias=False)
-        self.attention_gate = GRUGate(d_model, gate_bias)
+        self.attention_gate = GRUGate(d_model, config.gate_bias)
         self.feedforward = nn.Sequential(
             nn.LayerNorm(d_model),
-            nn.Linear(d_model, feedforward_dim, bias=False),
+            nn.Linear(d_model, config.feedforward_dim, bias=False),
             nn.ReLU(),
-            nn.Linear(feedforward_dim, d_model, bias=False),
+            nn.Linear(config.feedforward_dim, d_model, bias=False),
             nn.ReLU(),
         )
-        self.feedforward_gate = GRUGate(d_model, gate_bias)
+        self.feedforward_gate = GRUGate(d_model, config.gate_bias)
         nn.init.xavier_uniform_(self.content_bias)
         nn.init.xavier_uniform_(self.position_bias)
         # Follows from the settings: stays out of checkpoints.
         self.register_buffer(
-            "distances", _distance_table(memory_inference, d_model), persistent=False
+            "distances", _distance_table(config.memory_inference, d_model), persistent=False
         )
 
     def initial_state(self) -> State:
@@ -185,7 +184,9 @@ class GTrXLUnit(nn.Module):
         return (q + self.position_bias[:, None]) @ table
 
     def _scaled(self, normed: Tensor) -> Tensor:
-        return normed * self.attention_norm.weight + self.attention_norm.bias
+        # In the weights' dtype: the window stays float32 in a module of half precision.
+        norm = self.attention_norm
+        return normed.to(norm.weight.dtype) * norm.weight + norm.bias
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "B T (H K) -> B H T K", K=self.head_dim)
@@ -216,19 +217,7 @@ class GTrXL(Memory):
 
     Args:
         input_dim: Features of the input.
-        d_model: Width D of the units and of the output, even.
-        num_layers: Units L.
-        num_heads: Heads H a unit.
-        head_dim: Width K of a head.
-        feedforward_dim: Hidden width of the feed-forward parts.
-        memory_inference: Length M of the window.
-        memory_training: How many of the window's steps a call with several steps puts before its
-            chunk. None: all M, and such a call equals single steps. Fewer save time and give that
-            up: the chunk's first steps then see less than they saw in the rollout.
-        gate_bias: Above 0, gates start close to passing their input on.
-
-    Raises:
-        ValueError: If an option is out of its range.
+        config: Settings.
 
     References:
         Parisotto et al. 2019, https://arxiv.org/abs/1910.06764. As RLlib's old `GTrXLNet`: ReLU
@@ -238,9 +227,9 @@ class GTrXL(Memory):
     Example:
         ```python
         import torch
-        from rlmodules.memories import GTrXL
+        from rlmodules.memories import GTrXLConfig
 
-        memory = GTrXL(input_dim=8, memory_inference=32)
+        memory = GTrXLConfig(max_seq_len=20, memory_inference=32).build_memory(input_dim=8)
         state = {key: x.expand(3, *x.shape) for key, x in memory.initial_state().items()}
         y, state = memory(torch.randn(3, 20, 8), state)
         assert y.shape == (3, 20, 64)
@@ -249,46 +238,20 @@ class GTrXL(Memory):
 
     detaches_state = True
 
-    def __init__(
-        self,
-        input_dim: int,
-        d_model: int = 64,
-        num_layers: int = 2,
-        num_heads: int = 4,
-        head_dim: int = 16,
-        feedforward_dim: int = 128,
-        *,
-        memory_inference: int = 64,
-        memory_training: int | None = None,
-        gate_bias: float = 2.0,
-    ):
+    def __init__(self, input_dim: int, config: GTrXLConfig):
         super().__init__()
-        if memory_training is None:
-            memory_training = memory_inference
-        _check(d_model, memory_inference, memory_training)
         self.input_dim = input_dim
-        self.output_dim = d_model
-        self.memory_inference = memory_inference
-        self.memory_training = memory_training
-        self.project = nn.Linear(input_dim, d_model)
+        self.output_dim = config.d_model
+        self.memory_inference = config.memory_inference
+        self.memory_training = config.window_in_training
+        self.project = nn.Linear(input_dim, config.d_model)
         nn.init.xavier_uniform_(self.project.weight)
         nn.init.zeros_(self.project.bias)
-        self.units = nn.ModuleList(
-            GTrXLUnit(
-                d_model,
-                num_heads,
-                head_dim,
-                feedforward_dim,
-                memory_inference,
-                memory_training,
-                gate_bias,
-            )
-            for _ in range(num_layers)
-        )
+        self.units = BlockStack(GTrXLUnit(config) for _ in range(config.num_layers))
 
     def initial_state(self) -> State:
         """Empty windows and the step counter at 0."""
-        return stack_initial_states(self.units, counts_steps=True)
+        return self.units.initial_state() | zero_steps()
 
     def compilable(self) -> list[nn.Module]:
         """The units."""
@@ -312,7 +275,7 @@ class GTrXL(Memory):
         windows = {"window": state["window"].detach()}
         filled = None if resets is None else t
         x = self.project(mask_padding(x, valid))
-        x, windows = run_blocks(self.units, x, windows, span, valid, filled)
+        x, windows = self.units.run(x, windows, span, valid, filled)
         return x, {"t": t, **windows}
 
 
@@ -323,20 +286,58 @@ def _distance_table(memory: int, dim: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
 
 
-def _check(d_model: int, memory_inference: int, memory_training: int) -> None:
-    if d_model % 2:
-        raise ValueError(
-            f"`d_model` = {d_model} must be even: distances are encoded in pairs of sine and "
-            "cosine. Add 1."
-        )
-    if memory_inference < 1:
-        raise ValueError(
-            f"`memory_inference` = {memory_inference} must be at least 1: the number of past steps "
-            "that a step attends to."
-        )
-    if not 0 <= memory_training <= memory_inference:
-        raise ValueError(
-            f"`memory_training` = {memory_training} must be between 0 and `memory_inference` "
-            f"({memory_inference}): a training row can put no more steps before itself than the "
-            "rollout kept. Leave it out to use all of them."
-        )
+@dataclass(kw_only=True)
+class GTrXLConfig(MemoryConfig):
+    """Settings of GTrXL: gated units of attention over a window of past steps."""
+
+    memory: Literal["gtrxl"] = "gtrxl"
+    """The memory's name."""
+
+    d_model: Count = 64
+    """Width of the units, even."""
+
+    num_layers: Count = 2
+    """Units."""
+
+    num_heads: Count = 4
+    """Heads a unit."""
+
+    head_dim: Count = 16
+    """Width of a head's queries, keys and values."""
+
+    feedforward_dim: Count = 128
+    """Hidden width of the units' feed-forward parts."""
+
+    memory_inference: Count = 64
+    """Earlier steps that a step attends to, in each unit. The state holds as many inputs a unit."""
+
+    memory_training: Annotated[int, Range(0)] | None = None
+    """How many of these steps a training row puts before its first one. None: all of them, and
+    training computes exactly what the rollout did. Fewer are faster, and a row's first steps then
+    see less than they saw in the rollout."""
+
+    gate_bias: float = 2.0
+    """Above 0, the units start close to passing their input on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.d_model % 2:
+            raise ValueError(
+                f"`d_model` is {self.d_model}, but must be even: distances are encoded in pairs of "
+                "sine and cosine. Add 1."
+            )
+        if self.window_in_training > self.memory_inference:
+            raise ValueError(
+                f"`memory_training` is {self.memory_training}, but must be at most "
+                f"`memory_inference` ({self.memory_inference}): a training row can put no more "
+                "steps before itself than the rollout kept. Leave it out to use all of them."
+            )
+
+    @property
+    def window_in_training(self) -> int:
+        """Steps that a training row puts before its first one."""
+        return self.memory_inference if self.memory_training is None else self.memory_training
+
+    def build_memory(self, input_dim: int) -> Memory:
+        """Builds the units."""
+        return GTrXL(input_dim, self)

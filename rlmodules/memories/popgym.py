@@ -1,16 +1,29 @@
 """POPGym's `LinearAttention` and `DeepLinearAttention`, weight for weight."""
 
+from __future__ import annotations
+
 import math
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlmodules.kernels import NEUTRAL_MAX, linear_attention, max_attention
-from rlmodules.memories.memory import Memory, State, count_steps, mask_padding, unit_values
-from rlmodules.memories.stack import run_blocks, stack_initial_states
-from rlmodules.positions import PositionalEncoding
+from rlmodules.memories.config import MemoryConfig
+from rlmodules.memories.memory import (
+    Memory,
+    NoWeightsError,
+    State,
+    count_steps,
+    mask_padding,
+    unit_values,
+    zero_steps,
+)
+from rlmodules.memories.options import Count
+from rlmodules.memories.positions import PositionalEncoding
+from rlmodules.memories.residual import BlockStack
 
 Aggregator = Literal["sum", "max"]
 
@@ -71,10 +84,10 @@ class POPGymBlock(nn.Module):
         """What the head gives to the values of steps, `(B, 1, T, T)`; arguments as above.
 
         Raises:
-            ValueError: If products of keys and values are not summed.
+            NoWeightsError: If products of keys and values are not summed.
         """
         if self.S_aggregator != "sum":
-            raise ValueError(
+            raise NoWeightsError(
                 f'`S_aggregator` is "{self.S_aggregator}", which has no attention weights: a '
                 'running maximum is no weighted sum of values. They exist with "sum".'
             )
@@ -112,74 +125,45 @@ class POPGymLinearAttention(Memory):
 
     Args:
         input_dim: Features of the input.
-        hidden_size: Features of the output.
-        num_layers: Blocks L.
-        positions: One of POPGym's encodings, or "none".
-        position_mode: "add" or "cat".
-        position_size: Width of the encoding; None: that of the input.
-        scale_positions: Whether the mix of input and encoding is learned.
-        position_horizon: Steps that the encodings are laid out for, POPGym's `max_seq_len`.
-        S_aggregator: "sum" or "max".
-        z_aggregator: "sum" or "max".
+        config: Settings.
+
+    Raises:
+        ValueError: If an encoding that is added is wider than the input.
 
     References:
         POPGym 1.0.7, https://arxiv.org/abs/2303.01859. Differs: "max" does not start from 0, which
         hides negative entries; positions work at any step; padding is not summed; bounded memory.
     """
 
-    def __init__(
-        self,
-        input_dim: int,
-        hidden_size: int = 256,
-        num_layers: int = 1,
-        *,
-        positions: str = "sine",
-        position_mode: Literal["add", "cat"] = "add",
-        position_size: int | None = None,
-        scale_positions: bool = True,
-        position_horizon: int = 1024,
-        S_aggregator: Aggregator = "sum",
-        z_aggregator: Aggregator = "sum",
-    ):
+    def __init__(self, input_dim: int, config: POPGymLinearAttentionConfig):
         super().__init__()
-        if positions == "rotary":
-            raise ValueError(
-                '`positions` = "rotary" is not for `block` = "popgym". Set one of POPGym\'s '
-                'encodings or "none", or build the config with `.popgym()`, which sets what POPGym '
-                "does."
-            )
-        h = round(math.sqrt(hidden_size // num_layers) - 1)
-        if h < 1:
-            raise ValueError(
-                f"`hidden_size` = {hidden_size} leaves no state for {num_layers} layers: it must "
-                f"be at least {4 * num_layers}."
-            )
         self.input_dim = input_dim
-        self.output_dim = hidden_size
+        self.output_dim = config.hidden_size
         self.positions = None
         width = input_dim
-        if positions != "none":
+        if config.positions != "none":
             self.positions = PositionalEncoding(
-                positions,
+                config.positions,
                 input_dim,
-                position_horizon,
-                mode=position_mode,
-                size=position_size,
-                learn_scale=scale_positions,
+                config.position_horizon,
+                mode=config.position_mode,
+                size=config.position_size,
+                learn_scale=config.scale_positions,
             )
             width = self.positions.output_dim
         linear = nn.Linear(width, input_dim)
         nn.init.orthogonal_(linear.weight)
         self.preprocess = nn.Sequential(linear, nn.LeakyReLU())
-        self.blocks = nn.ModuleList(
-            POPGymBlock(h if layer else input_dim, h, S_aggregator, z_aggregator)
-            for layer in range(num_layers)
+        h = config.block_width
+        self.blocks = BlockStack(
+            POPGymBlock(h if layer else input_dim, h, config.S_aggregator, config.z_aggregator)
+            for layer in range(config.num_layers)
         )
-        self.unmap = nn.Linear(h, hidden_size)
+        self.unmap = nn.Linear(h, config.hidden_size)
 
     def initial_state(self) -> State:
         """The blocks' initial states, stacked, and the step counter at 0."""
-        return stack_initial_states(self.blocks, self.positions is not None)
+        return self.blocks.initial_state() | ({} if self.positions is None else zero_steps())
 
     def compilable(self) -> list[nn.Module]:
         """The blocks."""
@@ -199,7 +183,7 @@ class POPGymLinearAttention(Memory):
         if self.positions is not None:
             t, new_state["t"] = count_steps(state["t"], x.shape[1], valid, resets)
             x = self.positions(x, t)
-        x, block_states = run_blocks(self.blocks, self.preprocess(x), state, None, valid, resets)
+        x, block_states = self.blocks.run(self.preprocess(x), state, None, valid, resets)
         return self.unmap(x), new_state | block_states
 
 
@@ -218,3 +202,78 @@ def _aggregate(
     state = (S, torch.zeros_like(S[..., 0]))
     out, (S, _) = linear_attention(q, k, v, state, valid=valid, resets=resets, normalize=False)
     return out, S
+
+
+@dataclass(kw_only=True)
+class POPGymLinearAttentionConfig(MemoryConfig):
+    """Settings of POPGym's models. The defaults are its `LinearAttention` in the paper's size."""
+
+    memory: Literal["popgym_linear_attention"] = "popgym_linear_attention"
+    """The memory's name."""
+
+    fcnet_hiddens: list[Count] = field(default_factory=lambda: [128])
+    """As in the paper."""
+
+    fcnet_activation: str | None = "linear"
+    """As in the paper."""
+
+    fcnet_norm: bool = True
+    """As in the paper."""
+
+    head_fcnet_hiddens: list[Count] = field(default_factory=lambda: [128, 128])
+    """As in the paper."""
+
+    head_fcnet_activation: str | None = "leaky_relu"
+    """As in the paper."""
+
+    hidden_size: Count = 256
+    """Budget of state floats for all blocks, and width of the memory's output."""
+
+    num_layers: Count = 1
+    """Blocks."""
+
+    positions: Literal[
+        "none", "learned", "fixed", "sine", "scaled_sine", "simple_scaled", "perceptron", "base2",
+        "time2vec",
+    ] = "sine"  # fmt: skip
+    """How the memory knows what time it is."""
+
+    position_horizon: Count = 1024
+    """Steps that the encodings are laid out for, POPGym's `max_seq_len`."""
+
+    position_mode: Literal["add", "cat"] = "add"
+    """Whether the encoding is added to the features or set beside them."""
+
+    position_size: Count | None = None
+    """Width of the encoding. None: that of the features."""
+
+    scale_positions: bool = True
+    """Whether the mix of features and encoding is learned."""
+
+    S_aggregator: Aggregator = "sum"
+    """How products of keys and values are accumulated."""
+
+    z_aggregator: Aggregator = "sum"
+    """How keys are accumulated."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_width < 1:
+            raise ValueError(
+                f"`hidden_size` is {self.hidden_size}, which leaves no state for "
+                f"{self.num_layers} layers: it must be at least {4 * self.num_layers}."
+            )
+
+    @classmethod
+    def deep(cls, **settings: Any) -> Self:
+        """POPGym's `DeepLinearAttention` with the paper's widths: four blocks, no positions."""
+        return cls(**{"num_layers": 4, "positions": "none", **settings})
+
+    @property
+    def block_width(self) -> int:
+        """Width h of a block, whose state has about the square of it in floats."""
+        return round(math.sqrt(self.hidden_size // self.num_layers) - 1)
+
+    def build_memory(self, input_dim: int) -> Memory:
+        """Builds the blocks."""
+        return POPGymLinearAttention(input_dim, self)

@@ -26,7 +26,7 @@ app = typer.Typer(
 
 @app.callback()
 def _quiet() -> None:
-    """Describes models with memory, and draws what their memory attends to."""
+    """Describes models with memory, and draws which steps their memory takes from."""
     logging.getLogger("ray").setLevel(logging.ERROR)
 
 
@@ -45,7 +45,7 @@ def describe(
     """Prints a model and what it costs: parameters, states, arithmetic, rows, settings."""
     # `rlmodules` imports nothing of `connectors`, but for these commands, which sit on top of both.
     from connectors import MemoryLearnerMixin
-    from connectors.checkpoints import load_modules
+    from connectors.acting.loading import load_modules
 
     with _clear_errors("CONFIG|CHECKPOINT"):
         if Path(target).expanduser().is_dir():
@@ -75,9 +75,12 @@ def memory_map(
     steps: Annotated[int, typer.Option(min=1, help="Steps to play at most.")] = 128,
     out: Annotated[Path, typer.Option(help="Folder for the drawings.")] = Path("memory_map"),
 ) -> None:
-    """Plays an episode and draws which steps the memory attends to, a panel a layer and head."""
+    """Plays an episode and draws which steps the memory takes from.
+
+    A panel a layer and head with attention weights, else one a memory, by its gradient.
+    """
     from connectors import MemoryPolicy
-    from connectors.checkpoints import find_checkpoint, load_parts
+    from connectors.acting.loading import find_checkpoint, load_parts
 
     with _clear_errors("CHECKPOINT"):
         parts = load_parts(checkpoint)
@@ -93,7 +96,7 @@ def memory_map(
     drawing.draw_html(found, out / "memory_map.html", title=title)
     console = Console(highlight=False)
     console.print(title, style="bold")
-    tables.print_look_back(maps.look_back(found.weights), console)
+    tables.print_look_back(maps.look_back(found.layers), console)
     console.print(f"{out / 'memory_map.png'}, {out / 'memory_map.html'}", soft_wrap=True)
 
 

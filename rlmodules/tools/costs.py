@@ -18,7 +18,7 @@ from ray.rllib.core.rl_module.apis import (
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlmodules.core import MemoryCore
+from rlmodules.modules.base import MemoryCore
 
 
 def parameters(module: Any) -> dict[str, Any]:

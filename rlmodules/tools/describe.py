@@ -10,9 +10,8 @@ from typing import Any
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModule
 
-from rlmodules.base import BaseMemoryRLModule
-from rlmodules.compilation import CPU_DELAY, has_toolchain
-from rlmodules.core import MemoryCore
+from rlmodules.memories.compilation import CPU_DELAY, has_toolchain
+from rlmodules.modules.base import BaseMemoryRLModule, MemoryCore
 from rlmodules.tools import costs, sequences
 
 logger = logging.getLogger("rllib_memory")
@@ -88,10 +87,10 @@ def _flops(module: Any, max_seq_len: int | None) -> dict[str, int] | None:
 
 
 def _memory(module: Any) -> str | None:
-    """The class of the memory; of a module that is not ours, that it has one."""
+    """The memory's name, or its class; of a module that is not ours, that it has one."""
     for part in vars(module).get("_modules", {}).values():
         if isinstance(part, MemoryCore):
-            return type(part.memory).__name__
+            return getattr(module.memory_config, "memory", type(part.memory).__name__)
     return "its own" if module.is_stateful() else None
 
 

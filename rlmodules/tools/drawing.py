@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from rlmodules.tools.memory_map import MemoryMap
+from rlmodules.tools.memory_map import Layer, MemoryMap
 
 _TEMPLATE = Path(__file__).with_name("memory_map.html")
 _PANEL = 2.2  # inches
@@ -17,22 +17,22 @@ _PANEL = 2.2  # inches
 
 def draw_png(memory_map: MemoryMap, path: Path, *, title: str) -> None:
     """Draws a panel for each layer and head, each with a colour scale of its own."""
-    layers = memory_map.weights
-    num_heads = max(len(heads) for heads in layers.values())
+    layers = memory_map.layers
+    num_heads = max(len(layer.heads) for layer in layers)
     # Not pyplot: no backend is chosen, no window opened.
     figure = Figure(
         figsize=(_PANEL * num_heads + 0.6, _PANEL * len(layers) + 0.8), layout="constrained"
     )
     panels = figure.subplots(len(layers), num_heads, squeeze=False, sharex=True, sharey=True)
-    for row, (name, heads) in zip(panels, layers.items(), strict=True):
-        row[0].set_ylabel(f"{name}\nstep")
-        for panel in row[len(heads) :]:
+    for row, layer in zip(panels, layers, strict=True):
+        row[0].set_ylabel(f"{layer.name}\nstep")
+        for panel in row[len(layer.heads) :]:
             panel.set_axis_off()
-        for head, (panel, weights) in enumerate(zip(row, heads, strict=False)):
+        for head, (panel, weights) in enumerate(zip(row, layer.heads, strict=False)):
             largest = np.abs(weights).max()
             hidden = np.where(np.tri(len(weights), dtype=bool), weights, np.nan)
             panel.imshow(hidden, cmap="RdBu_r", vmin=-largest, vmax=largest)
-            panel.set_title(f"head {head}, up to {largest:.2g}", fontsize="small")
+            panel.set_title(f"{_label(layer, head)}, up to {largest:.2g}", fontsize="small")
     for panel in panels[-1]:
         panel.set_xlabel("takes from step")
     figure.suptitle(title)
@@ -44,8 +44,13 @@ def draw_html(memory_map: MemoryMap, path: Path, *, title: str) -> None:
     data = {
         "title": title,
         "layers": [
-            {"name": name, "heads": [_rows(weights) for weights in heads]}
-            for name, heads in memory_map.weights.items()
+            {
+                "name": layer.name,
+                "kind": layer.kind,
+                "labels": [_label(layer, head) for head in range(len(layer.heads))],
+                "heads": [_rows(weights) for weights in layer.heads],
+            }
+            for layer in memory_map.layers
         ],
         "actions": [str(_plain(action)) for action in memory_map.actions],
         "rewards": [round(reward, 4) for reward in memory_map.rewards],
@@ -53,6 +58,10 @@ def draw_html(memory_map: MemoryMap, path: Path, *, title: str) -> None:
     # No text of the data can end the script that it stands in.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     path.write_text(_TEMPLATE.read_text(encoding="utf-8").replace("DATA", text), encoding="utf-8")
+
+
+def _label(layer: Layer, head: int) -> str:
+    return f"head {head}" if layer.kind == "weights" else "gradient"
 
 
 def _rows(weights: np.ndarray) -> list[list[float]]:

@@ -1,9 +1,9 @@
-"""Plays an episode and finds out which steps the memory attends to in it."""
+"""Plays an episode and finds out which steps the memory takes from in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +12,8 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.env.env_context import EnvContext
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from rlmodules.core import MemoryCore
+from rlmodules.memories.memory import Memory, NoWeightsError
+from rlmodules.modules.base import MemoryCore
 from rlmodules.tools.loading import load_object
 
 # A head's look-back is told by the weight on its last so many steps and the present one.
@@ -20,16 +21,32 @@ REACHES = (1, 4, 16)
 
 
 @dataclass
-class MemoryMap:
-    """The weights of an episode.
+class Layer:
+    """What each step takes of each step, in a layer or in a memory as a whole.
 
     Attributes:
-        weights: By the layer's name, `(H, T, T)`: what each step takes of each step.
+        name: Of the core, and the layer's number.
+        heads: `(H, T, T)`.
+        kind: "weights": the heads' attention weights. "gradient": how much the memory's output at a
+            step changes with the input of each step, as shares, `(1, T, T)`.
+    """
+
+    name: str
+    heads: np.ndarray
+    kind: Literal["weights", "gradient"] = "weights"
+
+
+@dataclass
+class MemoryMap:
+    """What the memory did in an episode.
+
+    Attributes:
+        layers: What they took from which step.
         actions: What the agent did, step by step.
         rewards: What it got for that.
     """
 
-    weights: dict[str, np.ndarray]
+    layers: list[Layer]
     actions: list[Any]
     rewards: list[float]
 
@@ -72,7 +89,7 @@ def make_env(config: AlgorithmConfig | None, name: str | None) -> gym.Env:
 
 
 def play(policy: Any, module: Any, env: gym.Env, *, seed: int, num_steps: int) -> MemoryMap:
-    """Plays one episode, or its first steps, and computes the weights.
+    """Plays one episode, or its first steps, and computes the map.
 
     Args:
         policy: Has `act(observation, reward=...)`, and runs the module to answer.
@@ -82,14 +99,14 @@ def play(policy: Any, module: Any, env: gym.Env, *, seed: int, num_steps: int) -
         num_steps: Steps to play at most.
 
     Raises:
-        ValueError: If the module has no memory of this package, or one without attention weights.
+        ValueError: If the module has no memory of this package.
     """
     cores = {name: core for name, core in module.named_children() if isinstance(core, MemoryCore)}
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in cores}
     if not cores:
         raise ValueError(
             f"`{type(module).__name__}` has no memory of this package, and only these tell what "
-            "they attend to. Give the checkpoint of another module."
+            "they take from which step. Give the checkpoint of another module."
         )
 
     def record(name: str) -> Any:
@@ -109,33 +126,37 @@ def play(policy: Any, module: Any, env: gym.Env, *, seed: int, num_steps: int) -
         for hook in hooks:
             hook.remove()
 
-    weights = {}
-    for name, steps in inputs.items():
-        # Target networks and others that do not act see nothing.
-        if not steps:
-            continue
-        memory = cores[name].memory
-        state = {key: leaf[None] for key, leaf in memory.initial_state().items()}
-        layers = memory.attention_weights(torch.cat(steps, 1), state)[0]
-        for i, layer in enumerate(layers):
-            weights[f"{name}, layer {i}"] = layer.numpy()
-    return MemoryMap(weights, actions, rewards)
+    # Target networks and others that do not act see nothing.
+    seen = {name: torch.cat(steps, 1) for name, steps in inputs.items() if steps}
+    layers = [layer for name, x in seen.items() for layer in layers_of(name, cores[name].memory, x)]
+    return MemoryMap(layers, actions, rewards)
 
 
-def look_back(weights: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """How far back heads look, by the absolute values of their weights.
+def layers_of(name: str, memory: Memory, x: torch.Tensor) -> list[Layer]:
+    """A memory's attention weights over one row `x (1, T, D)`; without such, its gradient."""
+    state = {key: leaf[None] for key, leaf in memory.initial_state().items()}
+    try:
+        weights = memory.attention_weights(x, state)[0].numpy()
+    except NoWeightsError:
+        gradient = memory.gradient_map(x, state).numpy()
+        return [Layer(name, gradient / gradient.sum(-1, keepdims=True), "gradient")]
+    return [Layer(f"{name}, layer {i}", heads) for i, heads in enumerate(weights)]
+
+
+def look_back(layers: list[Layer]) -> list[dict[str, Any]]:
+    """How far back heads look, by absolute values.
 
     Returns:
-        For each layer and head `mean_look_back` in steps, and `share_within_<n>`: the share of the
-        weights on the present step and the n before it.
+        For each layer and head the `kind` of its map, `mean_look_back` in steps, and
+        `share_within_<n>`: the share of the present step and the n before it.
     """
     rows = []
-    for name, layer in weights.items():
-        ages = np.arange(layer.shape[-1])[:, None] - np.arange(layer.shape[-1])
-        for head, weight in enumerate(np.abs(layer)):
+    for layer in layers:
+        ages = np.arange(layer.heads.shape[-1])[:, None] - np.arange(layer.heads.shape[-1])
+        for head, weight in enumerate(np.abs(layer.heads)):
             total = weight.sum()
-            mean = float((weight * ages).sum() / total)
-            row: dict[str, Any] = {"layer": name, "head": head, "mean_look_back": mean}
+            row: dict[str, Any] = {"layer": layer.name, "head": head, "kind": layer.kind}
+            row["mean_look_back"] = float((weight * ages).sum() / total)
             for reach in REACHES:
                 row[f"share_within_{reach}"] = float(weight[ages <= reach].sum() / total)
             rows.append(row)

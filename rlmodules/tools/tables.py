@@ -20,14 +20,20 @@ def print_description(description: Facts, console: Console) -> None:
 
 
 def print_look_back(rows: list[Facts], console: Console) -> None:
-    """Prints how far back heads look, a line a head."""
+    """Prints how far back heads look, a line a head, a table a kind of map."""
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        console.print(_look_back(kind, [row for row in rows if row["kind"] == kind]))
+
+
+def _look_back(kind: str, rows: list[Facts]) -> Table:
     reaches = [key for key in rows[0] if key.startswith("share_within_")]
     names = (f"within {key.removeprefix('share_within_')}" for key in reaches)
-    table = _table("layer", "head", "mean look-back", *names)
+    table = _table(kind, "head", "mean look-back", *names)
     for row in rows:
         shares = (f"{row[key]:.0%}" for key in reaches)
-        table.add_row(row["layer"], str(row["head"]), f"{row['mean_look_back']:.1f}", *shares)
-    console.print(table)
+        head = str(row["head"]) if kind == "weights" else "all"
+        table.add_row(row["layer"], head, f"{row['mean_look_back']:.1f}", *shares)
+    return table
 
 
 def _algorithm(facts: Facts) -> RenderableType:

@@ -58,7 +58,7 @@ def test_different_batches_are_refused(monkeypatch):
 @pytest.mark.ray
 def test_compile_measures_both_sides(monkeypatch):
     # Without compiling: this is about the measuring.
-    monkeypatch.setattr("rlmodules.base.compile_blocks", lambda *_: False)
+    monkeypatch.setattr("rlmodules.modules.base.compile_blocks", lambda *_: False)
     results = compilation.measure("cpu", compare=True, fragment=64, min_runs=1, seconds=0.0)
     assert results.keys() == {compilation.PASS, compilation.UPDATE}
     for values in results.values():

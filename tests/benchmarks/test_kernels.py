@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import kernel_peers, kernels
+from benchmarks import kernel_peers, kernels, recurrences
 from benchmarks.harness import CorrectnessError
 from benchmarks.kernel_peers import PEERS, Case, Inputs, multiply_adds, ours
 from benchmarks.memory import peak_memory
+from rlmodules.kernels import scan_reference
 
 TINY = Case(2, 2, 130, 8)
 
@@ -112,3 +113,23 @@ def test_only_selects(monkeypatch):
     monkeypatch.setattr(kernels, "COMPARISONS", [("1x1x64x4", "sdpa", "time", None)])
     args = argparse.Namespace(device="cpu", runs=1, only="sdpa")
     assert [r["peer"] for r in kernels.run(args)] == ["sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("case", "peer"),
+    [("scan-2x70x4", "loop"), ("scan-2x70x4", "copy"), ("delta-2x2x70x4", "linear")],
+)
+def test_recurrences(case, peer):
+    r = recurrences.compare(case, peer, min_runs=1, seconds=0)
+    assert (r["benchmark"], r["case"], r["peer"]) == ("kernels", case, peer)
+    assert r["ratio"] == pytest.approx(r["theirs"] / r["ours"])
+
+
+def test_a_wrong_recurrence_is_refused(monkeypatch):
+    def wrong(*args):
+        h, last = scan_reference(*args)
+        return h + 1e-3, last
+
+    monkeypatch.setattr(recurrences, "scan", wrong)
+    with pytest.raises(CorrectnessError, match="scan"):
+        recurrences.check_recurrences("cpu")

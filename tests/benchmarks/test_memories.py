@@ -5,12 +5,14 @@ import torch
 
 from benchmarks import memories
 from benchmarks.harness import CorrectnessError
-from benchmarks.memory_peers import MEMORIES, NUM_PARAMETERS, PEERS, contestant
+from benchmarks.memory_peers import MEMORIES, NUM_PARAMETERS, PEERS, contestant, peer
 
 
-@pytest.mark.parametrize("name", [*MEMORIES, *PEERS])
-def test_equal_size_and_a_gradient_for_every_step(name):
-    runner = contestant(name, num_rows=2)
+@pytest.mark.parametrize(
+    ("build", "name"), [(contestant, name) for name in MEMORIES] + [(peer, name) for name in PEERS]
+)
+def test_equal_size_and_a_gradient_for_every_step(build, name):
+    runner = build(name, num_rows=2)
     assert runner.num_parameters == pytest.approx(NUM_PARAMETERS, rel=0.1)
     x = torch.randn(2, 5, 64, requires_grad=True)
     assert runner.train(x).shape[:2] == (2, 5)
@@ -18,6 +20,12 @@ def test_equal_size_and_a_gradient_for_every_step(name):
     step = runner.step(x[:, :1])
     assert step.shape[:2] == (2, 1)
     assert not step.requires_grad
+
+
+def test_bare_cells_are_as_wide():
+    for name in ("gru", "lstm"):
+        assert contestant(name, 2).num_parameters == peer(name, 2).num_parameters
+        assert contestant(name, 2).state_bytes == peer(name, 2).state_bytes
 
 
 @pytest.mark.parametrize("name", ["deep", "gtrxl"])

@@ -1,17 +1,12 @@
 """The docs' benchmark tables: without files, with known records, with the committed ones."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location(
-    "benchmark_tables", ROOT / "docs" / "benchmark_tables.py"
-)
-tables = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tables)
 
 RECORD = {
     "benchmark": "kernels",
@@ -29,31 +24,45 @@ RECORD = {
 }
 
 
-def test_no_results(tmp_path) -> None:
-    assert "No results" in tables.all_tables(tmp_path)
-    assert "No results" in tables.all_tables(tmp_path / "missing")
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("benchmark_tables")
 
 
-def test_known_records(tmp_path) -> None:
+@pytest.fixture
+def results(tables, tmp_path, monkeypatch):
+    """A folder of results that the tables are made from."""
+    monkeypatch.setattr(importlib.import_module("result_files"), "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_no_results(tables, results) -> None:
+    assert "No results" in tables.all_tables()
+    results.rmdir()
+    assert "No results" in tables.all_tables()
+
+
+def test_known_records(tables, results) -> None:
     alone = RECORD | {"peer": "itself", "theirs": None, "ratio": None, "target": None}
-    (tmp_path / "cpu.json").write_text(json.dumps([RECORD, alone]))
-    text = tables.all_tables(tmp_path)
+    (results / "cpu.json").write_text(json.dumps([RECORD, alone]))
+    text = tables.all_tables()
     assert "### kernels" in text
     assert "`benchmarks/results/cpu.json`. cpu two cores" in text
     assert "| 16x1x1024x15 | popgym | time | 1.5 ms [1, 2] | 3 s | 2000.00x | 5x |" in text
     assert "| 16x1x1024x15 | itself | time | 1.5 ms [1, 2] |  |  |  |" in text
 
 
-def test_one_case(tmp_path) -> None:
+def test_one_case(tables, results) -> None:
     others = [RECORD | {"case": "deep 16x1"}, RECORD | {"case": "deeper"}]
-    (tmp_path / "cpu.json").write_text(json.dumps([RECORD, *others]))
-    text = tables.table_of(tmp_path, "kernels", "deep")
+    (results / "cpu.json").write_text(json.dumps([RECORD, *others]))
+    text = tables.table_of("kernels", "deep")
     assert "| deep 16x1 | popgym | time |" in text
     assert text.count("popgym") == 1
     with pytest.raises(ValueError, match="No results of 'kernels' have the case 'shallow'"):
-        tables.table_of(tmp_path, "kernels", "shallow")
+        tables.table_of("kernels", "shallow")
 
 
-def test_committed_results() -> None:
+def test_committed_results(tables) -> None:
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
-        assert f"`benchmarks/results/{path.name}`" in tables.all_tables(path.parent)
+        assert f"`benchmarks/results/{path.name}`" in tables.all_tables()

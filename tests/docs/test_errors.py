@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rlmodules", "connectors")
 USER_ERRORS = {"ValueError", "TypeError", "RuntimeError", "KeyError", "NotImplementedError"}
+USER_ERRORS |= {"NoWeightsError"}
 
 
 def _template(node: ast.expr) -> str | None:

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TABLES = ("memories", "lstm_iteration", "learning", "recall", "snapshots", "compiling")
+TABLES = (
+    "memories", "lstm_iteration", "learning", "study", "snapshots", "compiling", "scaling",
+    "bytes_a_step",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def test_known_records(tables, tmp_path, monkeypatch) -> None:
         record | {"metric": "seconds_to_0.9", "unit": "s"},
     ]
     (tmp_path / "learning.json").write_text(json.dumps(records))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(importlib.import_module("result_files"), "RESULTS", tmp_path)
     assert tables.learning().splitlines() == [
         "| to 0.9 | ours | RLlib's LSTM | ratio |",
         "| --- | ---: | ---: | ---: |",
@@ -47,4 +50,34 @@ def test_known_records(tables, tmp_path, monkeypatch) -> None:
         "| seconds | 2 s | 4 s | 2x |",
         "",
         "`python -m benchmarks learning` (cpu, two cores, threads: 1)",
+    ]
+
+
+def test_what_memories_learned(tables, tmp_path, monkeypatch) -> None:
+    machine = {"cpu": "two cores", "device": "cpu", "threads": 1}
+    won = {"memory": "deep", "task": "count", "ours": 0.96, "updates_to_goal": 150, "runs": 5}
+    lost = {"memory": "gru", "task": "reverse", "ours": 0.31, "updates_to_goal": None, "runs": 3}
+    common = {
+        "state_bytes": 504,
+        "rate": 0.003,
+        "rates": [0.003, 0.01],
+        "accuracies": {"100": 0.4, "400": 0.96},
+        "machine": machine,
+    }
+    records = [r | common for r in (won, lost)]
+    passes = [{"case": "deep 64x64", "peer": "lstm", "ours": 0.5}]
+    (tmp_path / "study.json").write_text(json.dumps(records))
+    (tmp_path / "memories.json").write_text(json.dumps(passes))
+    monkeypatch.setattr(importlib.import_module("result_files"), "RESULTS", tmp_path)
+    assert tables.study().splitlines()[:4] == [
+        "|  | state | training pass | count | reverse |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| deep linear attention, the default | 504 bytes | 1.0x | 150 updates |  |",
+        "| GRU | 504 bytes |  |  | 0.31 <sup>3</sup> |",
+    ]
+    assert "the best of its learning rates: 0.003." in tables.study()
+    assert tables.accuracies("count").splitlines()[:3] == [
+        "| count | 100 updates | 400 updates |",
+        "| --- | ---: | ---: |",
+        "| deep linear attention, the default | 0.40 | 0.96 |",
     ]

@@ -29,6 +29,7 @@ def run(_ray_session, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_returns_are_equal_and_the_exit_code_says_so(run, monkeypatch, capsys):
     start_run(run.path.with_name("without-checkpoint"), ENV)

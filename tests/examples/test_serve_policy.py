@@ -21,6 +21,7 @@ def run_dir(_ray_session, tmp_path_factory):
     return run.path
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_serves_and_compares(run_dir, capsys):
     args = serve_policy.parse(["--run-dir", str(run_dir), "--sessions=4", "--seconds=0.5"])

@@ -43,6 +43,7 @@ def test_runs(name, capsys):
     assert outcome.endswith("NOT reached")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("name", LONG)
 def test_trains_in_small(name):

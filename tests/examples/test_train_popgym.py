@@ -53,6 +53,7 @@ def wait_for_rows(run, number, process):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_train_interrupt_resume_evaluate(tmp_path):
     run = RunDir(tmp_path / "run")

@@ -19,13 +19,15 @@ from ray.rllib.core.rl_module.apis import QNetAPI, ValueFunctionAPI
 
 from rlmodules import (
     DeepLinearAttentionConfig,
-    DeepLinearAttentionQRLModule,
     DeepLinearAttentionRLModule,
-    DeepLinearAttentionSACRLModule,
     GTrXLConfig,
     GTrXLRLModule,
     LinearAttentionConfig,
     LinearAttentionRLModule,
+    MemoryQRLModule,
+    MemoryRLModule,
+    MemorySACRLModule,
+    POPGymLinearAttentionConfig,
 )
 
 FOLDER = Path(__file__).parent
@@ -53,16 +55,16 @@ class Case(NamedTuple):
 # All that is not set here is a default, so that a change of a default shows.
 CASES = {
     "linear": Case(LinearAttentionRLModule, lambda: LinearAttentionConfig(**NARROW)),
-    "linear_popgym": Case(LinearAttentionRLModule, lambda: LinearAttentionConfig.popgym(**POPGYM)),
+    "popgym": Case(MemoryRLModule, lambda: POPGymLinearAttentionConfig(**POPGYM)),
     "deep": Case(DeepLinearAttentionRLModule, lambda: DeepLinearAttentionConfig(**NARROW)),
-    "deep_popgym": Case(
-        DeepLinearAttentionRLModule,
-        lambda: DeepLinearAttentionConfig.popgym(**{**POPGYM, "num_layers": 2}),
+    "popgym_deep": Case(
+        MemoryRLModule,
+        lambda: POPGymLinearAttentionConfig.deep(**{**POPGYM, "num_layers": 2}),
     ),
     "gtrxl": Case(GTrXLRLModule, lambda: GTrXLConfig(memory_inference=6, **ONE_LAYER)),
-    "dqn": Case(DeepLinearAttentionQRLModule, lambda: DeepLinearAttentionConfig(**ONE_LAYER)),
+    "dqn": Case(MemoryQRLModule, lambda: DeepLinearAttentionConfig(**ONE_LAYER)),
     "sac": Case(
-        DeepLinearAttentionSACRLModule,
+        MemorySACRLModule,
         lambda: DeepLinearAttentionConfig(**ONE_LAYER),
         BOX,
     ),

@@ -1,0 +1,199 @@
+"""What a checkpoint says about acting: the module, the pipelines around it, the spaces."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import gymnasium as gym
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
+from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.connectors.env_to_module import EnvToModulePipeline, MeanStdFilter
+from ray.rllib.connectors.module_to_env import (
+    ListifyDataForVectorEnv,
+    ModuleToEnvPipeline,
+    NormalizeAndClipActions,
+    UnBatchToIndividualItems,
+)
+from ray.rllib.core import (
+    COMPONENT_ENV_RUNNER,
+    COMPONENT_ENV_TO_MODULE_CONNECTOR,
+    COMPONENT_LEARNER,
+    COMPONENT_LEARNER_GROUP,
+    COMPONENT_MODULE_TO_ENV_CONNECTOR,
+    COMPONENT_RL_MODULE,
+    DEFAULT_MODULE_ID,
+)
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
+from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.env import INPUT_ENV_SINGLE_SPACES
+from ray.rllib.utils.checkpoints import Checkpointable
+
+from connectors.rollout.build_module_batch import BuildModuleBatch
+from connectors.rollout.format_actions import FormatActions
+from connectors.rollout.sample_actions import SampleActions
+
+_MODULES = Path(COMPONENT_LEARNER_GROUP, COMPONENT_LEARNER, COMPONENT_RL_MODULE)
+
+
+@dataclass(kw_only=True)
+class ActingParts:
+    """Everything between an observation and an action.
+
+    Attributes:
+        module: The module.
+        env_to_module: From episodes to the module's batch.
+        module_to_env: From the module's output to actions.
+        observation_space: The environment's.
+        action_space: The environment's.
+        lookback: Steps before the present one that connectors may read.
+    """
+
+    module: RLModule
+    env_to_module: ConnectorPipelineV2
+    module_to_env: ConnectorPipelineV2
+    observation_space: gym.Space
+    action_space: gym.Space
+    lookback: int = 1
+
+
+def load_parts(path: str | Path) -> ActingParts:
+    """Reads an Algorithm's checkpoint, or a module's, without building the Algorithm.
+
+    Raises:
+        ValueError: if there is neither at `path`, or the Algorithm has several modules.
+    """
+    path, config = find_checkpoint(path)
+    return _module_parts(_load_module(path)) if config is None else _algorithm_parts(path, config)
+
+
+def load_modules(path: str | Path) -> tuple[AlgorithmConfig | None, dict[str, RLModule]]:
+    """Reads all modules of an Algorithm's checkpoint, or a module's own, without the Algorithm.
+
+    Returns:
+        The Algorithm's config, None if there is only a module; and the modules by ID.
+
+    Raises:
+        ValueError: if there is neither at `path`.
+    """
+    path, config = find_checkpoint(path)
+    folders = [path] if config is None else sorted((path / _MODULES).iterdir())
+    return config, {folder.name: _load_module(folder) for folder in folders if folder.is_dir()}
+
+
+def find_checkpoint(path: str | Path) -> tuple[Path, AlgorithmConfig | None]:
+    """Looks what kind of checkpoint there is.
+
+    Returns:
+        The absolute path, the only kind that RLlib reads; and the config of an Algorithm's
+        checkpoint, None of a module's.
+
+    Raises:
+        ValueError: if there is neither at `path`.
+    """
+    path = Path(path).expanduser().absolute()
+    info = path / Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
+    saved: dict[str, Any] = pickle.loads(info.read_bytes()) if info.is_file() else {"class": None}
+    kind = saved["class"]
+    if isinstance(kind, type) and issubclass(kind, Algorithm):
+        (state,), _ = saved["ctor_args_and_kwargs"]
+        # A copy, so that the builders of its connectors read this config.
+        return path, AlgorithmConfig.from_state(state).copy(copy_frozen=False)
+    if (
+        not isinstance(kind, type)
+        or not issubclass(kind, RLModule)
+        or issubclass(kind, MultiRLModule)
+    ):
+        raise ValueError(
+            f"`path` is {str(path)!r}, where there is no checkpoint of an Algorithm or of a single "
+            "RLModule. Give the folder that `algo.save_to_path()` returned, or a module's in it, "
+            f"{_MODULES / DEFAULT_MODULE_ID}."
+        )
+    return path, None
+
+
+def _algorithm_parts(path: Path, config: Any) -> ActingParts:
+    if not (path / _MODULES / DEFAULT_MODULE_ID).is_dir():
+        raise ValueError(
+            f"`path` is {str(path)!r}, a checkpoint with several agents' modules, but a policy "
+            f"acts with one. Give the folder of that module, {_MODULES / '<module ID>'}."
+        )
+    module = _load_module(path / _MODULES / DEFAULT_MODULE_ID)
+    # An Algorithm without local EnvRunner saves the two pipelines itself.
+    pipelines = path / COMPONENT_ENV_RUNNER
+    pipelines = pipelines if pipelines.is_dir() else path
+    saved = pipelines / COMPONENT_ENV_TO_MODULE_CONNECTOR
+    if not saved.is_dir():
+        # Trained offline, without environment: the module saw the recorded observations.
+        return _module_parts(module)
+    info = pickle.loads((saved / Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME).read_bytes())
+    observation_space, action_space = info["ctor_args_and_kwargs"][0]
+
+    # As on RLlib's local EnvRunner beside remote ones, which has spaces but no environment. The
+    # saved constructor arguments of the pieces would not do: RLlib records those of the base class
+    # where a piece derives from another one.
+    spaces = {INPUT_ENV_SINGLE_SPACES: (observation_space, action_space)}
+    config.add_default_connectors_to_env_to_module_pipeline = False
+    config.add_default_connectors_to_module_to_env_pipeline = False
+    env_to_module = cast(
+        "ConnectorPipelineV2", config.build_env_to_module_connector(None, spaces, "cpu")
+    )
+    if not env_to_module[BuildModuleBatch]:
+        env_to_module.append(BuildModuleBatch(device="cpu"))
+    env_to_module.restore_from_path(saved)
+    _freeze_filters(env_to_module)
+    module_to_env = cast("ConnectorPipelineV2", config.build_module_to_env_connector(None, spaces))
+    if not module_to_env[SampleActions]:
+        module_to_env.prepend(UnBatchToIndividualItems())
+        module_to_env.prepend(SampleActions())
+        module_to_env.append(
+            NormalizeAndClipActions(
+                normalize_actions=config.normalize_actions, clip_actions=config.clip_actions
+            )
+        )
+        module_to_env.append(ListifyDataForVectorEnv())
+    module_to_env.restore_from_path(pipelines / COMPONENT_MODULE_TO_ENV_CONNECTOR)
+    return ActingParts(
+        module=module,
+        env_to_module=env_to_module,
+        module_to_env=module_to_env,
+        observation_space=observation_space,
+        action_space=action_space,
+        lookback=config.episode_lookback_horizon,
+    )
+
+
+def _module_parts(module: RLModule) -> ActingParts:
+    spaces: Any = (module.observation_space, module.action_space)
+    actions: list[ConnectorV2] = [
+        SampleActions(),
+        FormatActions(normalize_actions=True, clip_actions=False),
+    ]
+    return ActingParts(
+        module=module,
+        env_to_module=EnvToModulePipeline(*spaces, connectors=[BuildModuleBatch(device="cpu")]),
+        module_to_env=ModuleToEnvPipeline(*spaces, connectors=actions),
+        observation_space=spaces[0],
+        action_space=spaces[1],
+    )
+
+
+def _load_module(path: Path) -> RLModule:
+    return cast("RLModule", RLModule.from_checkpoint(path))
+
+
+def _freeze_filters(pipeline: ConnectorPipelineV2) -> None:
+    """Stops the running statistics, so that one client's observations change no other's actions.
+
+    Ray 2.60 takes `update_stats` in the constructor only, which the user's builder calls. A test
+    fails if Ray renames the attribute.
+    """
+    for piece in pipeline.connectors:
+        if isinstance(piece, MeanStdFilter):
+            piece._update_stats = False
+        elif isinstance(piece, ConnectorPipelineV2):
+            _freeze_filters(piece)

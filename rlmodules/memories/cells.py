@@ -1,0 +1,202 @@
+"""GRU and LSTM: torch's fused cells, with or without the residual frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rlmodules.memories.memory import Memory, State, mask_padding
+from rlmodules.memories.options import Count
+from rlmodules.memories.residual import BlockStack, Mixer, StackConfig
+
+
+class CellMixer(Mixer):
+    """One layer of a GRU, `h (D)`, or of an LSTM, `h (D)` and `c (D)`.
+
+    Rows run through torch's fused kernel, `O(T D^2)`, one step after the other. Resets cut a row:
+    it costs a call of the kernel for each step at which some row of the batch has one.
+
+    Args:
+        kind: "gru" or "lstm".
+        input_dim: Features of the input.
+        width: Features D of state and output.
+
+    References:
+        Cho et al. 2014, https://arxiv.org/abs/1406.1078; Hochreiter and Schmidhuber 1997.
+    """
+
+    # The kernel is one call already, which `torch.compile` leaves as it is.
+    compiles = False
+    cell: Any
+
+    def __init__(self, kind: Literal["gru", "lstm"], input_dim: int, width: int):
+        super().__init__()
+        self.keys = ("h",) if kind == "gru" else ("h", "c")
+        self.cell = (nn.GRU if kind == "gru" else nn.LSTM)(input_dim, width, batch_first=True)
+
+    def initial_state(self) -> State:
+        """Zeros."""
+        return {key: torch.zeros(self.cell.hidden_size) for key in self.keys}
+
+    def forward(
+        self,
+        h: Tensor,
+        state: State,
+        turn: Tensor | None,
+        valid: Tensor | None,
+        resets: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        """Mixes, see `Mixer.forward`."""
+        if h.numel() == 0:
+            return h.new_zeros(*h.shape[:2], self.cell.hidden_size), state
+        dtypes = {key: value.dtype for key, value in state.items()}
+        weight = self.cell.weight_ih_l0
+        with torch.autocast(h.device.type, enabled=False):
+            x = h.to(weight.dtype)
+            states = tuple(state[key].to(weight.dtype) for key in self.keys)
+            if h.shape[1] == 1:
+                out, states = self._step(x, states, valid, resets)
+            else:
+                out, states = self._row(x, states, valid, resets)
+        new_state = {
+            key: value.to(dtypes[key]) for key, value in zip(self.keys, states, strict=True)
+        }
+        return out.to(h.dtype), new_state
+
+    def _row(self, x, states, valid, resets):
+        """One call of the kernel for each part of the row that is free of resets."""
+        if resets is None:
+            return self._part(x, states, valid)
+        resets = resets if valid is None else resets & valid
+        T = x.shape[1]
+        cuts = sorted({0, *resets.any(0).nonzero()[:, 0].tolist(), T})
+        outputs = []
+        for start, end in pairwise(cuts):
+            states = tuple(torch.where(resets[:, start, None], 0.0, s) for s in states)
+            part = None if valid is None else valid[:, start:end]
+            out, states = self._part(x[:, start:end], states, part)
+            outputs.append(out)
+        return torch.cat(outputs, 1), states
+
+    def _part(self, x, states, valid):
+        first: Any = tuple(state[None].contiguous() for state in states)
+        if valid is None:
+            out, last = self.cell(x, first if len(first) > 1 else first[0])
+            return out, tuple(s[0] for s in (last if len(first) > 1 else (last,)))
+        lengths = valid.sum(1)
+        index = (lengths - 1).clamp(min=0)
+        if len(states) == 1:
+            # A GRU's state is its output: packing would take up to four times as long.
+            out, _ = self.cell(x, first[0])
+            last = (out[torch.arange(len(out), device=out.device), index],)
+        else:
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
+            )
+            out, last = self.cell(packed, first)
+            out, _ = nn.utils.rnn.pad_packed_sequence(
+                out, batch_first=True, total_length=x.shape[1]
+            )
+            last = tuple(s[0] for s in last)
+        is_there = (lengths > 0)[:, None]
+        return out, tuple(torch.where(is_there, a, b) for a, b in zip(last, states, strict=True))
+
+    def _step(self, x, states, valid, resets):
+        """The same for a single step, in operations that can be exported."""
+        if resets is not None:
+            resets = resets if valid is None else resets & valid
+            states = tuple(torch.where(resets, 0.0, s) for s in states)
+        cell = self.cell
+        weights = (cell.weight_ih_l0, cell.weight_hh_l0, cell.bias_ih_l0, cell.bias_hh_l0)
+        if len(states) == 1:
+            new = (torch.gru_cell(x[:, 0], states[0], *weights),)
+        else:
+            new = torch.lstm_cell(x[:, 0], states, *weights)
+        if valid is not None:
+            new = tuple(torch.where(valid, a, b) for a, b in zip(new, states, strict=True))
+        return new[0][:, None], new
+
+
+class Cells(Memory):
+    """Cells one behind the other, nothing around them; keys are stacked over layers, `(L, D)`.
+
+    Args:
+        input_dim: Features of the input.
+        config: Settings.
+    """
+
+    def __init__(self, input_dim: int, config: CellConfig):
+        super().__init__()
+        self.input_dim, self.output_dim = input_dim, config.d_model
+        widths = [input_dim] + [config.d_model] * config.num_layers
+        self.cells = BlockStack(
+            CellMixer(config.memory, width, config.d_model) for width in widths[:-1]
+        )
+
+    def initial_state(self) -> State:
+        """Zeros."""
+        return self.cells.initial_state()
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State,
+        *,
+        valid: Tensor | None = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """Runs the cells, see `Memory.forward`."""
+        return self.cells.run(mask_padding(x, valid), state, None, valid, resets)
+
+
+@dataclass(kw_only=True)
+class CellConfig(StackConfig):
+    """Settings that GRU and LSTM share."""
+
+    memory: Literal["gru", "lstm"]
+    """The memory's name."""
+
+    d_model: Count = 128
+    """Width of the state and of the memory's output."""
+
+    num_layers: Count = 1
+    """Layers."""
+
+    residual: bool = False
+    """Whether each layer stands in a residual block with a feed-forward part, which
+    `feedforward_dim` and `positions` are for. Otherwise there is nothing around the cells."""
+
+    def build_mixer(self, layer: int) -> Mixer:
+        """Builds the cell of a block."""
+        return CellMixer(self.memory, self.d_model, self.d_model)
+
+    def build_memory(self, input_dim: int) -> Memory:
+        """Builds the cells, in the residual frame or without."""
+        if self.residual:
+            return super().build_memory(input_dim)
+        if self.positions != "none":
+            raise ValueError(
+                f"`positions` is {self.positions!r}, but bare cells count their steps themselves. "
+                "Set `residual=True`, or leave it out."
+            )
+        return Cells(input_dim, self)
+
+
+@dataclass(kw_only=True)
+class GRUConfig(CellConfig):
+    """Settings of a GRU."""
+
+    memory: Literal["gru"] = "gru"
+    """The memory's name."""
+
+
+@dataclass(kw_only=True)
+class LSTMConfig(CellConfig):
+    """Settings of an LSTM."""
+
+    memory: Literal["lstm"] = "lstm"
+    """The memory's name."""
