@@ -4,7 +4,10 @@
 DEFAULT := $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
 PYTHON ?= $(DEFAULT)
 RAY ?=
-version = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# pyenv only runs versions that are selected: select all that are installed.
+SELECT := PYENV_VERSION=$(shell pyenv versions --bare 2>/dev/null | sort -rV | paste -sd:)
+INTERPRETER := $(shell $(SELECT) $(PYTHON) -c 'import sys; print(sys.executable)')
+version = $(shell $(INTERPRETER) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV := .venv$(if $(filter-out $(DEFAULT),$(PYTHON)),-py$(version))$(if $(RAY),-ray$(RAY))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -14,7 +17,7 @@ MEMORY ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-ray test-slow test-learning lint format bench docs dist clean
+.PHONY: help train test test-ray test-slow test-learning gpu lint format bench docs dist clean
 
 help:
 	@echo "make train          train PPO with linear attention on POPGym's RepeatPreviousEasy"
@@ -22,6 +25,7 @@ help:
 	@echo "make test-ray       the quick tests that start Ray;  make test-ray RAY=2.58.1: with that Ray"
 	@echo "make test-slow      the tests that take minutes each"
 	@echo "make test-learning  the tests that train until a return is reached"
+	@echo "make gpu            the tests that need a GPU, then the benchmarks there (eight minutes)"
 	@echo "make lint           ruff and pyright;  make format: apply ruff's fixes"
 	@echo "make bench          all benchmarks, tables on the screen"
 	@echo "make docs           build the site into site/"
@@ -31,8 +35,8 @@ help:
 	@echo "PYTHON=python3.13 and RAY=2.58.1 choose other versions, in environments of their own"
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
+	$(INTERPRETER) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(INTERPRETER) -m venv $(VENV)
 	$(if $(RAY),sed 's/^ray==.*/ray==$(RAY)/',cat) constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $(STAMP)
@@ -51,6 +55,19 @@ test-slow: $(STAMP)
 
 test-learning: $(STAMP)
 	$(BIN)/python -m pytest -m learning --timeout 7200 $(ARGS)
+
+# Short rounds: eight minutes for all of it. Without a GPU it stops at the first line.
+CUDA := --device cuda --seconds 0.5
+gpu: $(STAMP)
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a GPU: torch finds no CUDA device")'
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m benchmarks kernels $(CUDA) --json benchmarks/results/kernels-cuda.json
+	$(BIN)/python -m benchmarks memories $(CUDA) --json benchmarks/results/memories-cuda.json
+	$(BIN)/python -m benchmarks memories $(CUDA) --bf16 --json benchmarks/results/memories-cuda-bf16.json
+	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default --json benchmarks/results/iteration-cuda.json
+	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default-compiled --json benchmarks/results/iteration-cuda-compiled.json
+	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default --bf16 --json benchmarks/results/iteration-cuda-bf16.json
+	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default-compiled --bf16 --json benchmarks/results/iteration-cuda-bf16-compiled.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """How everything here is measured: alternating runs, median and spread, one record a number."""
 
+import argparse
 import os
 import platform
 import statistics
@@ -142,6 +143,16 @@ def record(
         **settings,
         "machine": dict(machine),
     }
+
+
+def add_seconds(parser: argparse.ArgumentParser, default: float = 8.0) -> None:
+    """Adds the option for the time that a number may take."""
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=default,
+        help="time for the rounds beyond `--runs`, a number (default: %(default)g)",
+    )
 
 
 def machine_info(device: str = "cpu") -> dict[str, Any]:

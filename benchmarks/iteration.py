@@ -1,6 +1,7 @@
 """An iteration of PPO with memory, against RLlib's MLP and LSTM: what memory costs.
 
     python -m benchmarks iteration [--json FILE] [--only cards-16-gru] [--profile]
+    python -m benchmarks iteration --device cuda [--bf16]
 
 Every memory of the package at its default size, on our connectors, in every case; the default one
 compiled, too. Cases are named after task and memory: `cards-16` and `cards-64`, RepeatPreviousEasy
@@ -11,14 +12,25 @@ many parameters, `rllib-lstm-256` with RLlib's default layers.
 Metrics: `sampling`, one `EnvRunner.sample()`; `learner_connector`, the learner connector pipeline,
 value pass and advantages included; `update`, the Learner's part of an iteration, that pipeline
 included; `iteration`, one `Algorithm.train()`. One thread, if not told otherwise. All of it takes
-hours, one case minutes. `--profile` shows where our time goes and measures nothing.
+hours, one case minutes. `--profile` shows where our time goes and measures nothing. On a GPU, where
+the Learners run then, names end in `-bf16` if what runs there does so under autocast.
 """
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness import Record, alternate, check, machine_info, record, timed
+import torch
+
+from benchmarks.harness import (
+    Record,
+    add_seconds,
+    alternate,
+    check,
+    machine_info,
+    record,
+    timed,
+)
 from benchmarks.iteration_cases import (
     CASES,
     LSTM,
@@ -63,6 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="print where our time goes, without measuring"
     )
+    parser.add_argument(
+        "--bf16", action="store_true", help="autocast what runs on the device; no targets"
+    )
+    add_seconds(parser, default=10.0)
     parser.set_defaults(threads=1)
 
 
@@ -80,18 +96,30 @@ def run(args: argparse.Namespace) -> list[Record]:
         if args.profile:
             print_profiles(name, device=args.device)
         else:
-            records += compare(name, device=args.device, min_runs=args.runs or 5)
+            records += compare(
+                name,
+                device=args.device,
+                bf16=args.bf16,
+                min_runs=args.runs or 5,
+                seconds=args.seconds,
+            )
     return records
 
 
 def compare(
-    name: str, *, device: str = "cpu", min_runs: int = 5, seconds: float = 10.0
+    name: str,
+    *,
+    device: str = "cpu",
+    bf16: bool = False,
+    min_runs: int = 5,
+    seconds: float = 10.0,
 ) -> list[Record]:
     """Measures one memory in one case, in turns with its peers.
 
     Args:
         name: One of `NAMES`.
         device: Where the Learners run.
+        bf16: Whether both sides run under autocast there.
         min_runs: Rounds at least.
         seconds: Time for the rounds beyond those, for each metric.
 
@@ -106,12 +134,16 @@ def compare(
     rigs = {name: ours} | {peer: Rig(config) for peer, config in configs.items()}
     check_sizes({side: rig.num_parameters for side, rig in rigs.items() if side != LSTM_256})
     recorded = record_and_check(rigs)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=bf16)
+    aims = TARGETS if device == "cpu" and not bf16 else {}
     records = []
     for metric, (method, takes_episodes) in METRICS.items():
         values = alternate(
             {
                 side: _timed(
-                    getattr(rig, method), recorded[side] if takes_episodes else None, device
+                    autocast(getattr(rig, method)),
+                    recorded[side] if takes_episodes else None,
+                    device,
                 )
                 for side, rig in rigs.items()
             },
@@ -121,13 +153,13 @@ def compare(
         records += [
             record(
                 benchmark="iteration",
-                case=name,
+                case=name + ("-bf16" if bf16 else ""),
                 peer=peer,
                 metric=metric,
                 ours=values[name],
                 theirs=values[peer],
                 unit="s",
-                target=TARGETS.get((name, peer, metric)),
+                target=aims.get((name, peer, metric)),
                 machine=machine_info(device),
                 num_envs=case.num_envs,
                 fragment=case.fragment,

@@ -16,6 +16,7 @@ import torch
 from benchmarks import recurrences
 from benchmarks.harness import (
     Record,
+    add_seconds,
     alternate,
     check_close,
     machine_info,
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="TEXT", help='only comparisons "CASE PEER METRIC" with it'
     )
+    add_seconds(parser)
 
 
 def run(args: argparse.Namespace) -> list[Record]:
@@ -77,21 +79,19 @@ def run(args: argparse.Namespace) -> list[Record]:
         if has_fla():
             comparisons += [(case, "fla", "time", None) for case in FLA_CASES]
     only = args.only or ""
-    min_runs = args.runs or 5
+    rounds = {"min_runs": args.runs or 5, "seconds": args.seconds}
     records = [
-        compare(Case.parse(case), peer, metric, args.device, min_runs=min_runs, target=target)
+        compare(Case.parse(case), peer, metric, args.device, target=target, **rounds)
         for case, peer, metric, target in comparisons
         if only in f"{case} {peer} {metric}"
     ]
     if only in "8x4xTx64 self time":
         target = None if args.device == "cuda" else 8 / 9
-        records.append(compare_lengths(*SCALING, args.device, min_runs=min_runs, target=target))
+        records.append(compare_lengths(*SCALING, args.device, target=target, **rounds))
     for case, peer, target in recurrences.COMPARISONS:
         if only in f"{case} {peer} time":
             target = None if args.device == "cuda" else target
-            records.append(
-                recurrences.compare(case, peer, args.device, min_runs=min_runs, target=target)
-            )
+            records.append(recurrences.compare(case, peer, args.device, target=target, **rounds))
     return records
 
 

@@ -27,11 +27,13 @@ from rlmodules.memories import (
     POPGymLinearAttentionConfig,
     WindowAttentionConfig,
 )
+from rlmodules.memories.compilation import compile_blocks
 
 INPUT_DIM = 64
 NUM_HEADS = 4
 NUM_PARAMETERS = 100_000
 LEGACY_LAYERS = 2
+COMPILED = "-compiled"
 WINDOW = 64
 """Steps that GTrXL's memory holds, unless a case says otherwise."""
 
@@ -98,9 +100,11 @@ def _legacy(width: int, window: int = WINDOW) -> nn.Module:
 MEMORIES: dict[str, Callable[[int], Memory]] = {
     "linear": lambda width: attention(width, num_layers=1),
     "deep": attention,
+    "deep-compiled": attention,
     "popgym": _popgym,
     "popgym-deep": lambda width: _popgym(width, num_layers=4, positions="none"),
     "gated-delta": frame(GatedDeltaConfig),
+    "gated-delta-compiled": frame(GatedDeltaConfig),
     "window": frame(WindowAttentionConfig, window=WINDOW),
     "min-gru": frame(MinGRUConfig),
     "lru": frame(LRUConfig),
@@ -159,18 +163,20 @@ class Contestant:
     num_parameters: int
 
 
-def contestant(name: str, num_rows: int) -> Contestant:
+def contestant(name: str, num_rows: int, device: str = "cpu") -> Contestant:
     """Builds one of `MEMORIES`, with states for that many rows."""
     torch.manual_seed(0)
-    memory: Any = of_equal_size(MEMORIES[name])
+    memory: Any = of_equal_size(MEMORIES[name]).to(device)
     initial = memory.initial_state()
     before = {key: x.expand(num_rows, *x.shape).clone() for key, x in initial.items()}
     with torch.no_grad():
-        _, state = memory(torch.randn(num_rows, 2 * WINDOW, INPUT_DIM), before)
+        _, state = memory(torch.randn(num_rows, 2 * WINDOW, INPUT_DIM, device=device), before)
+    if name.endswith(COMPILED):
+        compile_blocks(memory.compilable(), True, torch.device(device))
 
     def train(x: Tensor) -> Tensor:
         # A Learner always has a mask.
-        y, _ = memory(x, state, valid=torch.ones(x.shape[:2], dtype=torch.bool))
+        y, _ = memory(x, state, valid=torch.ones(x.shape[:2], dtype=torch.bool, device=device))
         return _backward(memory, y)
 
     return Contestant(
@@ -181,16 +187,17 @@ def contestant(name: str, num_rows: int) -> Contestant:
     )
 
 
-def peer(name: str, num_rows: int) -> Contestant:
+def peer(name: str, num_rows: int, device: str = "cpu") -> Contestant:
     """Builds one of `PEERS`, with states for that many rows."""
     torch.manual_seed(0)
-    module = of_equal_size(PEERS[name])
+    module = of_equal_size(PEERS[name]).to(device)
     return _cell(module, num_rows) if name in ("lstm", "gru") else _old_gtrxl(module, num_rows)
 
 
 def _cell(net: Any, num_rows: int) -> Contestant:
     keys = "hc" if isinstance(net, nn.LSTM) else "h"
-    states = [torch.randn(1, num_rows, net.hidden_size) for _ in keys]
+    device = next(net.parameters()).device
+    states = [torch.randn(1, num_rows, net.hidden_size, device=device) for _ in keys]
     state: Any = tuple(states) if len(states) > 1 else states[0]
     return Contestant(
         step=torch.no_grad()(lambda x: net(x, state)[0]),

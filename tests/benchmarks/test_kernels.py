@@ -111,7 +111,7 @@ def test_peak_memory_counts_what_lives_at_once():
 
 def test_only_selects(monkeypatch):
     monkeypatch.setattr(kernels, "COMPARISONS", [("1x1x64x4", "sdpa", "time", None)])
-    args = argparse.Namespace(device="cpu", runs=1, only="sdpa")
+    args = argparse.Namespace(device="cpu", runs=1, seconds=0.0, only="sdpa")
     assert [r["peer"] for r in kernels.run(args)] == ["sdpa"]
 
 

@@ -1,15 +1,27 @@
 """The benchmark of the memories on tiny sizes."""
 
+import dataclasses
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from benchmarks import memories
 from benchmarks.harness import CorrectnessError
-from benchmarks.memory_peers import MEMORIES, NUM_PARAMETERS, PEERS, contestant, peer
+from benchmarks.memory_peers import (
+    COMPILED,
+    MEMORIES,
+    NUM_PARAMETERS,
+    PEERS,
+    contestant,
+    peer,
+)
 
 
 @pytest.mark.parametrize(
-    ("build", "name"), [(contestant, name) for name in MEMORIES] + [(peer, name) for name in PEERS]
+    ("build", "name"),
+    [(contestant, name) for name in MEMORIES if not name.endswith(COMPILED)]
+    + [(peer, name) for name in PEERS],
 )
 def test_equal_size_and_a_gradient_for_every_step(build, name):
     runner = build(name, num_rows=2)
@@ -38,6 +50,37 @@ def test_records(metric):
     r = memories.compare("gtrxl", "legacy", metric, 2, 1, min_runs=1, seconds=0)
     assert (r["benchmark"], r["peer"], r["metric"]) == ("memories", "legacy", metric)
     assert r["ratio"] == pytest.approx(r["theirs"] / r["ours"])
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_half_precision(monkeypatch, bf16):
+    seen = []
+
+    def watched(build):
+        def build_watched(*args):
+            runner = build(*args)
+
+            def train(x):
+                seen.append(torch.is_autocast_enabled("cpu"))
+                return runner.train(x)
+
+            return dataclasses.replace(runner, train=train)
+
+        return build_watched
+
+    for name in ("contestant", "peer"):
+        monkeypatch.setattr(memories, name, watched(getattr(memories, name)))
+    r = memories.compare("gru", "lstm", "train", 2, 3, bf16=bf16, min_runs=1, seconds=0)
+    assert r["case"] == ("gru-bf16 2x3" if bf16 else "gru 2x3")
+    assert set(seen) == {bf16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MEMORIES if name.endswith(COMPILED)])
+def test_compiled_passes_are_compiled(name):
+    counters.clear()
+    contestant(name, 2).train(torch.randn(2, 3, 64))
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_state_bytes():
