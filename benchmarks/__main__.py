@@ -16,6 +16,7 @@ BENCHMARKS = {
     "memories": ("benchmarks.memories", "every memory against the old GTrXL and an LSTM"),
     "connectors": ("benchmarks.connectors", "our connectors against RLlib's own, and its LSTM"),
     "iteration": ("benchmarks.iteration", "an iteration of PPO against RLlib's MLP and LSTM"),
+    "footprint": ("benchmarks.footprint", "memory of an update, over the length of rows"),
     "compile": ("benchmarks.compilation", "what torch.compile costs, and when it pays"),
     "learning": ("benchmarks.learning", "steps and seconds to a return, against RLlib's LSTM"),
     "scaling": ("benchmarks.scaling", "EnvRunners and Learners in processes of their own"),

@@ -93,7 +93,9 @@ class Case:
 
     num_envs: int = 16
     max_seq_len: int = MAX_SEQ_LEN
-    minibatch_size: int = 1024
+    minibatch_size: int | None = 1024
+    """In steps; None: an epoch is one minibatch."""
+
     num_epochs: int = 8
     env: Callable[[dict[str, Any]], gym.Env] = Cards
     env_config: dict[str, Any] = field(default_factory=dict)

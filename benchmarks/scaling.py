@@ -7,7 +7,8 @@ RepeatPreviousEasy, 16 environments an EnvRunner, 2,048 steps an iteration in fo
 the case, our default memory, compilation off. Metrics, in steps a second: `sampling` (cases
 `Rx0`), `update` (cases `0xL`, learner connectors, value pass and the way to the Learners included),
 `iteration`. Two more count bytes a step: `to_driver`, the pickled episodes of a sample, against the
-arrays in them; `to_learners`, the same episodes, cut for two Learners.
+arrays in them; `to_learners`, the same episodes, cut for two Learners. APPO and IMPALA beside PPO:
+`benchmarks.asynchronous`.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from ray.rllib.execution.rollout_ops import synchronous_parallel_sample
 from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 from ray.rllib.utils.minibatch_utils import ShardEpisodesIterator
 
+from benchmarks import asynchronous
 from benchmarks.harness import Record, alternate, check, machine_info, record, timed
 from benchmarks.rigs import MAX_SEQ_LEN, NUM_ENVS, Recorded, memory_config, start_ray
 from connectors import connect
@@ -34,7 +36,7 @@ MINIBATCH_SIZE = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--only", metavar="CASE", help="a single case: `2x1`, or `bytes`")
+    parser.add_argument("--only", metavar="CASE", help="a single case: `2x1`, `appo-2x1`, `bytes`")
     parser.add_argument(
         "--steps",
         type=int,
@@ -59,6 +61,11 @@ def run(args: argparse.Namespace) -> list[Record]:
             records += bytes_a_step(alone)
     finally:
         alone.stop()
+    records += [
+        asynchronous.compare(case, steps=args.steps, min_runs=args.runs or 3)
+        for case in asynchronous.CASES
+        if args.only in (None, case)
+    ]
     return records
 
 
