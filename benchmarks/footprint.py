@@ -1,6 +1,6 @@
 """Memory that an update of PPO takes at its peak, over the length of rows.
 
-    python -m benchmarks footprint [--json FILE] [--only gtrxl]
+    python -m benchmarks footprint [--json FILE] [--only gtrxl gru]
 
 Every memory of the package at its default size, 4,096 steps of episodes that never end in a single
 minibatch, in rows of T. Cases are named `TxMEMORY`. Peers: `rllib-lstm`, RLlib's LSTM with as many
@@ -21,7 +21,7 @@ from benchmarks.iteration_cases import (
     peer_configs,
 )
 from benchmarks.memory import peak_memory
-from benchmarks.rigs import Rig
+from benchmarks.rigs import Recorded, Rig
 
 NUM_STEPS = 4096
 LENGTHS = (64, 1024, 4096)
@@ -33,13 +33,14 @@ NAMES = [name for name in MEMORIES if not name.endswith(COMPILED)]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--only", metavar="MEMORY", choices=NAMES, help="a single memory")
+    parser.add_argument(
+        "--only", metavar="MEMORY", nargs="+", choices=NAMES, default=NAMES, help="some memories"
+    )
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Measures the memories, each in turns with an LSTM of its size."""
-    names = [name for name in NAMES if args.only in (None, name)]
-    return [r for name in names for r in measure(name, LENGTHS, NUM_STEPS)]
+    return [r for name in args.only for r in measure(name, LENGTHS, NUM_STEPS)]
 
 
 def measure(memory: str, lengths: tuple[int, ...], num_steps: int) -> list[Record]:
@@ -89,7 +90,7 @@ def measure(memory: str, lengths: tuple[int, ...], num_steps: int) -> list[Recor
 
 def _update_memory(rig: Rig) -> tuple[int, int]:
     """Peak of an update in bytes, the first one's lasting allocations aside; parameters."""
-    recorded = rig.record_sample()
+    recorded = Recorded(rig.sample())
     rig.update(recorded.episodes())  # the optimizer's moments come into being
     episodes = recorded.episodes()
     peak = peak_memory(lambda: rig.update(episodes))

@@ -187,6 +187,22 @@ def bytes_a_step() -> str:
     return markdown(("a step weighs", ""), lines) + _source("scaling", records)
 
 
+def footprint() -> str:
+    """Memory of an update at its peak, over the length of rows."""
+    records = load("footprint")
+    cells = {(r["case"], r["peer"]): r for r in records}
+    sizes = [case.split("x", 1) for case, peer in cells if peer == "rllib-lstm"]
+    lengths = list(dict.fromkeys(length for length, _ in sizes))
+    lines = []
+    for name in dict.fromkeys(name for _, name in sizes):
+        found = [cells[f"{length}x{name}", "rllib-lstm"] for length in lengths]
+        values = [*(cell["ours"] for cell in found), found[-1]["theirs"]]
+        lines.append([f"`{name}`", *(value_text(value, None, "bytes") for value in values)])
+    headings = ["memory", *(f"rows of {int(length):,}" for length in lengths)]
+    headings.append(f"RLlib's LSTM of its size, rows of {int(lengths[-1]):,}")
+    return markdown(headings, lines) + _source("footprint", records)
+
+
 def _find(records: Iterable[Row], case: str, peer: str, metric: str) -> Row:
     """The one record with these names."""
     names = (case, peer, metric)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TABLES = (
     "memories", "lstm_iteration", "learning", "study", "snapshots", "compiling", "scaling",
-    "bytes_a_step",
+    "bytes_a_step", "footprint",
 )  # fmt: skip
 
 
