@@ -128,7 +128,8 @@ def memory_config(
         max_seq_len=case.max_seq_len, compile=memory.endswith(COMPILED), **_convolutions(case)
     )
     config = use_memory(_config(case, device), MemoryRLModule, model_config)
-    return connect(config, pack_rows=pack_rows)
+    connect(config, pack_rows=pack_rows)
+    return config
 
 
 def peer_configs(case: Case, num_parameters: int, device: str = "cpu") -> dict[str, PPOConfig]:

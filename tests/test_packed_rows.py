@@ -2,6 +2,8 @@
 
 import copy
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from ray.rllib.algorithms.appo import APPOConfig
@@ -10,6 +12,7 @@ from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.algorithms.marwil import MARWILConfig
 from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.algorithms.sac import SACConfig
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -21,7 +24,6 @@ from rlmodules import (
     GRUConfig,
     GTrXLConfig,
     LSTMConfig,
-    MemoryQRLModule,
     MemoryRLModule,
     MinGRUConfig,
     MixedConfig,
@@ -49,6 +51,7 @@ CHUNKS = [
     (6, 0, "terminated"),
     (9, 2, "truncated"),
 ]
+WHOLE = [(n, 0, "terminated" if n % 2 else "truncated") for n in (3, 12, 2, 4, 1, 21, 5)]
 # Rows of four slots, with the bootstrap step: two that follow one another become a row.
 EQUAL_CHUNKS = [(3, 9, "cut"), (3, 0, "terminated"), (3, 5, "terminated"), (3, 0, "truncated")] * 4
 MEMORIES = {
@@ -71,11 +74,8 @@ class Watched:
 
     def __init__(self, config, pack_rows):
         connect(config, pack_rows=pack_rows)
-        spaces = {ID: (BOX, DISCRETE), "__env_single__": (BOX, DISCRETE)}
-        if config.is_multi_agent:
-            spaces = dict.fromkeys(config.policies, (BOX, DISCRETE)) | {
-                "__env_single__": (BOX, DISCRETE)
-            }
+        action_space = config.action_space or DISCRETE
+        spaces = dict.fromkeys([*config.policies, "__env_single__"], (BOX, action_space))
         torch.manual_seed(0)
         self.learner = config.learner_class(
             config=config, module_spec=config.get_multi_rl_module_spec(spaces=spaces)
@@ -177,8 +177,7 @@ def test_recorded_episodes(config_class):
             **recorded, dataset_num_iters_per_learner=1
         )
     )
-    whole = [(n, 0, "terminated" if n % 2 else "truncated") for n in (3, 12, 2, 4, 1, 21, 5)]
-    episodes = make_episodes(padded.learner.module[ID], whole)
+    episodes = make_episodes(padded.learner.module[ID], WHOLE)
     for episode in episodes:
         del episode.extra_model_outputs[Columns.STATE_OUT]
     assert RESETS in packed.batch(episodes)[ID]
@@ -219,18 +218,18 @@ def test_vtrace(config_class):
     assert_same_gradients(packed, padded)
 
 
-@pytest.mark.parametrize("n_step", [1, 3])
-def test_dqn(n_step):
-    def config():
-        spec = RLModuleSpec(module_class=MemoryQRLModule, model_config=model())
-        config = DQNConfig().environment(observation_space=BOX, action_space=DISCRETE)
-        return config.rl_module(rl_module_spec=spec).training(n_step=n_step)
+def off_policy(config_class, action_space, model_config, **training):
+    config = config_class().environment(observation_space=BOX, action_space=action_space)
+    # `connect` knows the module class.
+    return config.rl_module(model_config=model_config).training(**training)
 
-    packed, padded = both(config)
+
+def check_replay(make_config, action_space):
+    packed, padded = both(make_config)
     module = padded.learner.module[ID]
-    whole = [(n, 0, "terminated" if n % 2 else "truncated") for n in (3, 12, 2, 4, 1, 21, 5)]
+    episodes = make_episodes(module, WHOLE, action_space=action_space)
     buffer = SequenceReplayBuffer(1000, batch_length_T=T, seed=0)
-    buffer.add(with_snapshots(module, make_episodes(module, whole), T))
+    buffer.add(with_snapshots(module, episodes, T))
     slices = buffer.sample(60)
     batches = [loss_and_gradients(side, slices) for side in (packed, padded)]
     assert RESETS in batches[0]
@@ -248,6 +247,22 @@ def test_several_agents():
     for side in (packed, padded):
         side.update(episodes)
     assert_same_gradients(packed, padded)
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_dqn(n_step):
+    check_replay(lambda: off_policy(DQNConfig, DISCRETE, model(), n_step=n_step), DISCRETE)
+
+
+@pytest.mark.parametrize("vf_share_layers", [True, False])
+def test_sac(vf_share_layers, monkeypatch):
+    """With actions that are drawn half a standard deviation off."""
+    normal = torch.distributions.Normal
+    monkeypatch.setattr(normal, "rsample", lambda dist, shape=(): dist.loc + dist.scale / 2)
+    monkeypatch.setattr(normal, "sample", lambda dist, shape=(): dist.rsample().detach())
+    space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    model_config = model(vf_share_layers=vf_share_layers)
+    check_replay(lambda: off_policy(SACConfig, space, model_config), space)
 
 
 class Forgetful(LinearAttentionMixer):
