@@ -20,6 +20,7 @@ BENCHMARKS = {
     "compile": ("benchmarks.compilation", "what torch.compile costs, and when it pays"),
     "learning": ("benchmarks.learning", "steps and seconds to a return, against RLlib's LSTM"),
     "scaling": ("benchmarks.scaling", "EnvRunners and Learners in processes of their own"),
+    "popgym": ("benchmarks.popgym", "what each memory learns on all of POPGym's tasks"),
     "study": ("benchmarks.study", "what each memory learns to hold, in supervised probes"),
 }
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Not measured, the results are wrong: {error}", file=sys.stderr)
         return 1
     if records:
-        print_records(records)
+        getattr(module, "print_table", print_records)(records)
     if args.json:
         write_records(records, args.json)
     return 0

@@ -7,7 +7,8 @@ Every memory of the package at its default size, on our connectors, in every cas
 compiled, too. Cases are named after task and memory: `cards-16` and `cards-64`, RepeatPreviousEasy
 in so many environments; `short-episodes`, ten steps on average in rows of 64; `images` of 84x84x4;
 `long-rows`, rows of 1,024 steps. Peers, on RLlib's connectors: `rllib-mlp` and `rllib-lstm` with as
-many parameters, `rllib-lstm-256` with RLlib's default layers.
+many parameters, `rllib-lstm-256` with RLlib's default layers. `short-episodes-default-packed` is
+the default memory against itself, `padded`: what several episodes a row save.
 
 Metrics: `sampling`, one `EnvRunner.sample()`; `learner_connector`, the learner connector pipeline,
 value pass and advantages included; `update`, the Learner's part of an iteration, that pipeline
@@ -33,17 +34,21 @@ from benchmarks.harness import (
 )
 from benchmarks.iteration_cases import (
     CASES,
+    DEFAULT,
     LSTM,
     LSTM_256,
     MEMORIES,
     MLP,
+    PADDED,
     memory_config,
     peer_configs,
 )
 from benchmarks.profiles import print_profile
 from benchmarks.rigs import Recorded, Rig
 
+PACKED = "short-episodes-default-packed"
 NAMES = {f"{case}-{memory}": (case, memory) for case in CASES for memory in MEMORIES}
+NAMES[PACKED] = ("short-episodes", DEFAULT)
 # Method of `Rig`, and whether it takes recorded episodes.
 METRICS = {
     "sampling": ("sample", False),
@@ -59,6 +64,7 @@ TARGETS = {
     ("cards-16-gru", LSTM, "iteration"): 2.0,
     ("images-default", MLP, "iteration"): 1 / 1.2,
     ("long-rows-default", LSTM, "update"): 2.0,
+    (PACKED, PADDED, "update"): 1 / 0.45,
 }
 ALLOWED_DIFFERENCE = 0.05
 """In the number of parameters."""
@@ -130,14 +136,20 @@ def compare(
     task, memory = NAMES[name]
     case = CASES[task]
     ours = Rig(memory_config(case, memory, device))
-    configs = peer_configs(case, ours.num_parameters, device)
+    metrics = dict(METRICS)
+    if name == PACKED:
+        # Rows are made behind the sampling.
+        del metrics["sampling"]
+        configs = {PADDED: memory_config(case, memory, device, pack_rows=False)}
+    else:
+        configs = peer_configs(case, ours.num_parameters, device)
     rigs = {name: ours} | {peer: Rig(config) for peer, config in configs.items()}
     check_sizes({side: rig.num_parameters for side, rig in rigs.items() if side != LSTM_256})
     recorded = record_and_check(rigs)
     autocast = torch.autocast(device, torch.bfloat16, enabled=bf16)
     aims = TARGETS if device == "cpu" and not bf16 else {}
     records = []
-    for metric, (method, takes_episodes) in METRICS.items():
+    for metric, (method, takes_episodes) in metrics.items():
         values = alternate(
             {
                 side: _timed(

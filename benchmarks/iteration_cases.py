@@ -29,6 +29,7 @@ LSTM = "rllib-lstm"
 LSTM_256 = "rllib-lstm-256"
 DEFAULT = "default"
 COMPILED = "-compiled"
+PADDED = "padded"
 # Names in the catalogue, the default memory aside; compiled, the default alone.
 MEMORIES: dict[str, type[MemoryConfig]] = {
     DEFAULT: DeepLinearAttentionConfig,
@@ -121,13 +122,15 @@ CASES = {
 }
 
 
-def memory_config(case: Case, memory: str, device: str = "cpu") -> PPOConfig:
+def memory_config(
+    case: Case, memory: str, device: str = "cpu", *, pack_rows: bool = True
+) -> PPOConfig:
     """PPO with one of `MEMORIES` at its default size, on our connectors."""
     model_config = MEMORIES[memory](
         max_seq_len=case.max_seq_len, compile=memory.endswith(COMPILED), **_convolutions(case)
     )
     config = use_memory(_config(case, device), MemoryRLModule, model_config)
-    connect(config)
+    connect(config, pack_rows=pack_rows)
     return config
 
 

@@ -1,6 +1,12 @@
-"""PPO on POPGym: the environments, the policies to choose from, one set of hyperparameters."""
+"""PPO on POPGym: the environments, the policies to choose from, one set of hyperparameters.
 
+Those of single tasks are in `examples.popgym_tasks`.
+"""
+
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import gymnasium as gym
 import ray
@@ -13,8 +19,9 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.tune.registry import register_env
 
-from connectors import MemoryMetrics, connect
+from connectors import AddPreviousActionsRewards, MemoryMetrics, connect
 from examples import runner
+from examples.popgym_tasks import TRAIN_BATCH_SIZE
 from rlmodules import (
     DeepLinearAttentionConfig,
     FFMConfig,
@@ -24,6 +31,7 @@ from rlmodules import (
     LinearAttentionConfig,
     LRUConfig,
     LSTMConfig,
+    MemoryConfig,
     MemoryRLModule,
     MinGRUConfig,
     MixedConfig,
@@ -31,8 +39,11 @@ from rlmodules import (
 )
 
 ENVS = {env.__name__: env for env in popgym_envs.ALL}
-OURS = {
+# Positions of steps, and convolutions and normaliser that change less of what they mix.
+SINE = {"positions": "sine", "short_conv_activation": "linear", "normalizer": "sum"}
+OURS: dict[str, Callable[..., MemoryConfig]] = {
     "deep": DeepLinearAttentionConfig,
+    "deep_sine": functools.partial(DeepLinearAttentionConfig, **SINE),
     "linear": LinearAttentionConfig,
     "gated_delta": GatedDeltaConfig,
     "gtrxl": GTrXLConfig,
@@ -45,12 +56,15 @@ OURS = {
     "ffm": FFMConfig,
 }
 MEMORIES = {
-    **{name: f"this package's {config_class.__name__}" for name, config_class in OURS.items()},
+    **{
+        name: f"this package's {getattr(build, '__name__', 'DeepLinearAttentionConfig')}"
+        for name, build in OURS.items()
+    },
+    "deep_sine": "this package's DeepLinearAttentionConfig with sine positions, "
+    '"linear" convolution, sum',
     "rllib-lstm": "RLlib's own LSTM with 256 cells, on RLlib's default connectors",
     "mlp": "no memory: RLlib's own MLP",
 }
-# Environment steps an iteration, about: see `fragment_length`.
-TRAIN_BATCH_SIZE = 4096
 HYPERPARAMETERS = {
     # Falls with the steps: at a constant 1e-3 a solved task is now and then half forgotten again.
     "lr": [[0, 1e-3], [200_000, 2e-4]],
@@ -97,6 +111,7 @@ def build_config(
     *,
     seed: int | None = 0,
     max_seq_len: int = 64,
+    fragment: int | None = None,
     num_env_runners: int = 0,
     num_envs_per_env_runner: int = 16,
     num_learners: int = 0,
@@ -112,6 +127,7 @@ def build_config(
         memory: One of `MEMORIES`.
         seed: Seed of environments, actions and weights.
         max_seq_len: Steps a training row holds.
+        fragment: Steps an iteration of one environment; None: those of `fragment_length`.
         num_env_runners: EnvRunner processes beside the main one; 0: the main process samples.
         num_envs_per_env_runner: Environments that an EnvRunner steps at once.
         num_learners: Learner processes beside the main one; 0: the main process learns.
@@ -121,10 +137,12 @@ def build_config(
         model: Changes to the module's config, for "rllib-lstm" and "mlp" that of RLlib.
 
     Returns:
-        The config, with this package's connectors where the module is this package's.
+        The config, with this package's connectors where the module is this package's, and with the
+        previous action and reward as inputs where the environment needs them.
     """
     num_envs = max(1, num_env_runners) * num_envs_per_env_runner
-    batch_size = num_envs * fragment_length(num_envs, max_seq_len) // max(1, num_learners)
+    fragment = fragment or fragment_length(num_envs, max_seq_len)
+    batch_size = num_envs * fragment // max(1, num_learners)
     training = {"train_batch_size_per_learner": batch_size, **HYPERPARAMETERS}
     config = (
         PPOConfig()
@@ -138,17 +156,27 @@ def build_config(
         .reporting(metrics_num_episodes_for_smoothing=100)
         .debugging(seed=seed, log_level="ERROR")
     )
+    previous = [AddPreviousActionsRewards] if needs_previous_step(env) else []
     if memory in OURS:
-        model_config = OURS[memory](max_seq_len=max_seq_len, **(model or {}))
+        if previous:
+            config.env_runners(env_to_module_connector=lambda *_: [p() for p in previous])
+        # RLlib's annotation of `model_config` names no dataclass but its own.
+        model_config: Any = OURS[memory](max_seq_len=max_seq_len, **(model or {}))
         config.rl_module(
             rl_module_spec=RLModuleSpec(module_class=MemoryRLModule, model_config=model_config)
         )
         connect(config.callbacks(MemoryMetrics))
         return config
     # RLlib's own encoders take flat vectors only.
-    config.env_runners(env_to_module_connector=lambda *_: FlattenObservations())
+    pieces = [*previous, FlattenObservations]
+    config.env_runners(env_to_module_connector=lambda *_: [piece() for piece in pieces])
     settings = {"use_lstm": True, "max_seq_len": max_seq_len} if memory == "rllib-lstm" else {}
     return config.rl_module(model_config=DefaultModelConfig(**{**settings, **(model or {})}))
+
+
+def needs_previous_step(env: str) -> bool:
+    """Whether POPGym says that the best policy has to know its previous action."""
+    return getattr(ENVS.get(env), "obs_requires_prev_action", False)
 
 
 def fragment_length(num_envs: int, max_seq_len: int) -> int:
@@ -170,6 +198,8 @@ def mlp_of_size(num_parameters: int, env: str) -> dict:
     """Settings of an MLP with two equal layers and about that many parameters in all."""
     spaces = make_env({"name": env})
     num_inputs = gym.spaces.flatdim(spaces.observation_space)
+    if needs_previous_step(env):
+        num_inputs += gym.spaces.flatdim(spaces.action_space) + 1
     num_outputs = gym.spaces.flatdim(spaces.action_space) + 1
     # width^2 + (num_inputs + num_outputs + 2) width = num_parameters
     half = (num_inputs + num_outputs + 2) / 2

@@ -175,17 +175,19 @@ def run(
 
 
 class RecentMeans:
-    """Means of metrics over the last iterations, as many as hold `MIN_EPISODES` episodes.
+    """Means of metrics over the last iterations, as many as hold enough episodes.
 
     Args:
         metrics: The metrics' names, those of nested ones joined by slashes.
+        min_episodes: Episodes that are enough.
 
     Attributes:
         num_episodes: Episodes that the means are over.
     """
 
-    def __init__(self, metrics: Sequence[str]):
+    def __init__(self, metrics: Sequence[str], min_episodes: int = MIN_EPISODES):
         self.num_episodes = 0
+        self._min_episodes = min_episodes
         self._metrics = metrics
         self._rows: deque[tuple[int, list[float]]] = deque()
 
@@ -197,7 +199,7 @@ class RecentMeans:
         values: list[Any] = [reduce(getitem, name.split("/"), runners) for name in self._metrics]
         self._rows.append((num_episodes, [float(value) for value in values]))
         self.num_episodes += num_episodes
-        while self.num_episodes - self._rows[0][0] >= MIN_EPISODES:
+        while self.num_episodes - self._rows[0][0] >= self._min_episodes:
             self.num_episodes -= self._rows.popleft()[0]
 
     def means(self) -> dict[str, float]:

@@ -24,10 +24,10 @@ def spec(max_seq_len=8, **settings):
     return RLModuleSpec(module_class=DeepLinearAttentionRLModule, model_config=model_config)
 
 
-def ppo(num_learners, module_spec=None, **training):
+def ppo(num_learners, module_spec=None, env_config=None, **training):
     return (
         PPOConfig()
-        .environment(RandomObservations)
+        .environment(RandomObservations, env_config=env_config or {})
         .env_runners(num_env_runners=0, num_envs_per_env_runner=3)
         .learners(num_learners=num_learners)
         .training(
@@ -79,8 +79,13 @@ def test_two_learners_rebuild_states_and_stay_equal():
 
 
 def test_two_learners_compute_the_gradients_of_one():
-    """On the same steps, where both have equally many. Slices and their states included."""
-    one, two = connect(ppo(0)).build_algo(), connect(ppo(2)).build_algo()
+    """On the same steps, where both have equally many. Slices and their states included.
+
+    Each of the two packs its own rows, those of the one are padded.
+    """
+    one, two = (ppo(n, env_config={"lengths": [2, 3, 21, 40]}) for n in (0, 2))
+    one = connect(one, pack_rows=False).build_algo()
+    two = connect(two).build_algo()
     state = one.learner_group.get_state()
     two.learner_group.set_state(state)
     one.env_runner.set_state({"rl_module": one.get_weights(), "weights_seq_no": 1})

@@ -13,6 +13,7 @@ from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.annotations import override
 
 from connectors.learners.common_modules import keep_common_modules
+from connectors.rows.packing import minibatches_an_epoch
 
 
 class RowMinibatches:
@@ -121,7 +122,7 @@ class EqualMinibatches(TorchLearner):
             num_steps = max(map(len, batch.policy_batches.values()), default=0)
         return RowMinibatches(
             batch,
-            num_minibatches=max(1, round(num_steps / minibatch_size)) if minibatch_size else 1,
+            num_minibatches=minibatches_an_epoch(num_steps, minibatch_size),
             num_epochs=num_epochs,
             shuffle=shuffle_batch_per_epoch and num_epochs > 1,
             together=self.distributed,

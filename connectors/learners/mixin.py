@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray.rllib.connectors.learner import (
     AgentToModuleMapping,
     BatchIndividualItems,
@@ -11,10 +13,12 @@ from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
 
 from connectors.learners.guarded_gradients import GuardedGradients
+from connectors.learners.kept_resets import check_packed_memory
 from connectors.learners.measuring import MeasuredUpdates
 from connectors.learners.minibatches import EqualMinibatches
 from connectors.learners.saved_state import ReportedRestore, SavedAdaptations
 from connectors.rows.advantages import ComputeAdvantages
+from connectors.rows.build_train_batch import BuildTrainBatch
 from connectors.rows.later_columns import LayOutLaterColumns
 
 
@@ -40,11 +44,20 @@ class MemoryLearnerMixin(
 
     @override(TorchLearner)
     def build(self) -> None:
-        """Builds the Learner, swaps the advantage connector, and has later columns laid out."""
+        """Builds the Learner, swaps the advantage connector, and has later columns laid out.
+
+        Raises:
+            ValueError: if rows are packed for a memory that resets do not reach.
+        """
         super().build()
         pipeline = self._learner_connector
         if pipeline is None:
             return
+        # Without `connect` RLlib's own pieces make the rows, which are padded.
+        pieces: Any = pipeline[BuildTrainBatch]
+        if any(piece.pack_rows for piece in pieces):
+            for module_id, module in self.module.items():
+                check_packed_memory(module.unwrapped(), module_id)
         if pipeline[GeneralAdvantageEstimation]:
             pipeline.insert_after(GeneralAdvantageEstimation, ComputeAdvantages(config=self.config))
             pipeline.remove(GeneralAdvantageEstimation)

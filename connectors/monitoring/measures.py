@@ -14,6 +14,8 @@ import tree
 from ray.rllib.core.columns import Columns
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
+from rlmodules.modules.batches import RESETS
+
 MEMORY = "memory"
 
 # Always logged.
@@ -28,6 +30,7 @@ FORWARD_TIME = "forward_time_s"
 LARGEST_GRADIENT = "largest_gradient"
 NUM_ROWS = "num_rows"
 PADDING_SHARE = "padding_share"
+PADDING_SHARE_UNPACKED = "padding_share_unpacked"
 STATE_BYTES = "state_bytes"
 STATE_NORM_MAX = "state_norm_max"
 STATE_NORM_MEAN = "state_norm_mean"
@@ -49,9 +52,12 @@ def log_rows(metrics: MetricsLogger, batches: Mapping[str, Any]) -> None:
         if Columns.STATE_IN not in batch:
             continue
         mask = batch[Columns.LOSS_MASK]
+        num_pieces = len(mask) + (batch[RESETS].sum() if RESETS in batch else 0)
         key = (module_id, MEMORY)
         metrics.log_value((*key, NUM_ROWS), len(mask), reduce="sum")
-        metrics.log_value((*key, PADDING_SHARE), 1 - mask.float().mean(), reduce="mean")
+        for name, num_rows in ((PADDING_SHARE, len(mask)), (PADDING_SHARE_UNPACKED, num_pieces)):
+            share = 1 - mask.sum() / (num_rows * mask.shape[1])
+            metrics.log_value((*key, name), share, reduce="mean")
         log_state_norms(metrics, module_id, batch[Columns.STATE_IN])
 
 

@@ -1,4 +1,4 @@
-"""Advantages and value targets from padded rows."""
+"""Advantages and value targets from rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ray.rllib.utils.annotations import override
 
 from connectors.agents import agents_by_module
 from connectors.collectives import sum_over_learners
-from connectors.rows.layout import RowLayout
+from connectors.rows.columns import Placement
+from connectors.rows.later_columns import PLACEMENTS
+from connectors.rows.layout import Layout, RowLayout
 from connectors.rows.values import values_of_batch
 from connectors.validation import device_of
 
@@ -70,6 +72,7 @@ class ComputeAdvantages(ConnectorV2):
     ) -> dict[str, Any]:
         """Adds `ADVANTAGES`, `VALUE_TARGETS` and the values, `VF_PREDS`, to each module's batch."""
         agents = agents_by_module(episodes)
+        placements: dict[str, Placement] = (shared_data or {}).get(PLACEMENTS, {})
         results: dict[str, _Steps] = {}
         for module_id, module_batch in batch.items():
             if module_id not in rl_module:
@@ -79,7 +82,9 @@ class ComputeAdvantages(ConnectorV2):
                 continue
             lengths = [len(episode) for episode in agents[module_id]]
             settings = self.config.get_config_for_module(module_id)
-            results[module_id] = self._compute(module, module_batch, lengths, settings)
+            placement = placements.get(module_id)
+            rows = placement.rows if placement is not None else None
+            results[module_id] = self._compute(module, module_batch, lengths, rows, settings)
         moments = _moments(results, rl_module)
         for module_id, steps in results.items():
             mean, std = moments[module_id]
@@ -97,11 +102,17 @@ class ComputeAdvantages(ConnectorV2):
         return batch
 
     def _compute(
-        self, module: ValueFunctionAPI, batch: dict[str, Any], lengths: list[int], settings: Any
+        self,
+        module: ValueFunctionAPI,
+        batch: dict[str, Any],
+        lengths: list[int],
+        rows: Layout | None,
+        settings: Any,
     ) -> _Steps:
         """Values, targets and advantages of a module's steps, one after the other."""
         values = values_of_batch(module, batch)
-        layout = RowLayout(lengths, int(values.shape[1])) if values.ndim == 2 else None
+        # RLlib's own pieces leave no layout behind.
+        layout = (rows or RowLayout(lengths, int(values.shape[1]))) if values.ndim == 2 else None
 
         def steps(column: torch.Tensor) -> np.ndarray:
             column = column.detach().cpu()
@@ -130,7 +141,7 @@ class ComputeAdvantages(ConnectorV2):
 class _Steps:
     """A module's steps, concatenated: `(N,)` arrays."""
 
-    layout: RowLayout | None
+    layout: Layout | None
     trained: np.ndarray
     values: np.ndarray
     targets: np.ndarray

@@ -1,4 +1,4 @@
-"""From episodes to a train batch of padded rows."""
+"""From episodes to a train batch of rows."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from connectors.monitoring.measures import MEMORY, NUM_REBUILT_ROWS, NUM_STALE_R
 from connectors.rows.columns import Placement, collect_column
 from connectors.rows.later_columns import PLACEMENTS
 from connectors.rows.layout import RowLayout
+from connectors.rows.packing import PackedLayout, minibatches_an_epoch, pack
 from connectors.rows.row_states import WARM_UP, row_states, warm_up_lengths
 from connectors.rows.vtrace import VTraceLayout, neutralize
 from connectors.trials import previous_episodes
 from connectors.validation import row_length
+from rlmodules.modules.base import BaseMemoryRLModule
+from rlmodules.modules.batches import RESETS
 
 
 class BuildTrainBatch(ConnectorV2):
     """Lays every column of the episodes out in `[B, T]` rows and adds each row's `STATE_IN`.
 
     Stands in front of RLlib's default learner pieces, which find their work done. The rows, their
-    order, padding and values are those of RLlib's own pieces. Columns that earlier pieces put into
-    the batch, one item or one `BatchedNdArray` slice a step, are laid out too. Where no module has
-    memory, all is left to RLlib; next to modules with memory the others get their steps without
-    rows.
+    order, padding and values are those of RLlib's own pieces. Rows of modules of this
+    package are then packed: short ones are moved together, and a column `RESETS (B, T)` tells them
+    apart. Columns that earlier pieces put into the batch, one item or one `BatchedNdArray` slice a
+    step, are laid out too. Where no module has memory, all is left to RLlib; next to modules with
+    memory the others get their steps without rows.
 
     States come from the snapshots that the episodes hold (see `StateSnapshot`); from the states of
     single steps where RLlib's default connectors recorded the episodes; and are rebuilt from an
@@ -52,6 +56,9 @@ class BuildTrainBatch(ConnectorV2):
             as V-trace needs it. For episodes that end in RLlib's appended bootstrap step.
         episodes_per_trial: See `connect`. For recorded episodes only, which come without states: a
             trial's later episodes start from those that its earlier ones lead to.
+        pack_rows: See `connect`.
+        minibatch_size: Steps of a minibatch; None: a batch is not cut. Rows of a module are not
+            packed where minibatches would then be more than its rows.
     """
 
     def __init__(
@@ -61,16 +68,22 @@ class BuildTrainBatch(ConnectorV2):
         *,
         bootstrap_slot: bool = False,
         episodes_per_trial: int = 1,
+        pack_rows: bool = True,
+        minibatch_size: int | None = None,
     ):
         super().__init__(input_observation_space, input_action_space)
         self.bootstrap_slot = bootstrap_slot
         self.episodes_per_trial = episodes_per_trial
+        self.pack_rows = pack_rows
+        self.minibatch_size = minibatch_size
 
     @override(ConnectorV2)
     def get_ctor_args_and_kwargs(self) -> tuple[tuple, dict[str, Any]]:
         kwargs = {
             "bootstrap_slot": self.bootstrap_slot,
             "episodes_per_trial": self.episodes_per_trial,
+            "pack_rows": self.pack_rows,
+            "minibatch_size": self.minibatch_size,
         }
         return (self.input_observation_space, self.input_action_space), kwargs
 
@@ -103,6 +116,10 @@ class BuildTrainBatch(ConnectorV2):
         placements = shared_data[PLACEMENTS] = {}
         # What RLlib's piece leaves that appends bootstrap steps; BC has none.
         bootstrapped = bool(shared_data.get("_added_loss_mask_for_valid_episode_ts"))
+        most_steps = max(sum(map(len, agents)) for agents in groups.values())
+        min_rows = None
+        if self.pack_rows:
+            min_rows = minibatches_an_epoch(most_steps, self.minibatch_size)
         for module_id, agents in groups.items():
             max_seq_len = row_lengths.get(module_id)
             layout_class = VTraceLayout if self.bootstrap_slot and max_seq_len else RowLayout
@@ -110,7 +127,7 @@ class BuildTrainBatch(ConnectorV2):
             memory = modules.get(module_id) if max_seq_len else None
             previous = previous_episodes(agents, self.episodes_per_trial if memory else 1)
             columns, counts, placements[module_id] = _build(
-                memory, layout, given, agents, previous, bootstrapped
+                memory, layout, given, agents, previous, bootstrapped, min_rows
             )
             for column, data in columns.items():
                 result.setdefault(column, {})[batch_key(agents[0])] = [data]
@@ -132,6 +149,7 @@ def _build(
     agents: list[SingleAgentEpisode],
     previous: list[int | None],
     bootstrapped: bool,
+    min_rows: int | None,
 ) -> tuple[dict[str, Any], dict[str, int], Placement]:
     """All columns of a module, in rows if it is given; how many rows had which states; the rows.
 
@@ -142,6 +160,7 @@ def _build(
         agents: Its agents' episodes.
         previous: See `previous_episodes`.
         bootstrapped: See `row_states`.
+        min_rows: See `pack`. None: rows stay padded.
     """
     # Lists of one part an episode, or the concatenated steps of all episodes.
     steps = {
@@ -156,7 +175,7 @@ def _build(
         placement = Placement(agents, layout, warm_up, rows=None)
         return {column: placement.lay_out(column, steps[column]) for column in steps}, {}, placement
 
-    states, num_rebuilt, num_stale = row_states(
+    starts = row_states(
         module,
         agents,
         layout,
@@ -169,15 +188,22 @@ def _build(
     rows = layout
     if warm_up.any():
         rows = RowLayout((layout.lengths - warm_up).tolist(), layout.max_seq_len)
+    if min_rows is not None and isinstance(module, BaseMemoryRLModule):
+        rows = pack(rows, starts.initial, min_rows)
     placement = Placement(agents, layout, warm_up, rows)
     columns = {column: placement.lay_out(column, steps[column]) for column in steps}
     columns[Columns.SEQ_LENS] = BatchedNdArray(rows.seq_lens)
     if Columns.LOSS_MASK not in columns:
         columns[Columns.LOSS_MASK] = BatchedNdArray(rows.valid)
-    if isinstance(rows, VTraceLayout):
+    if rows.real is not None:
         neutralize(columns, rows.real)
-    columns[Columns.STATE_IN] = tree.map_structure(BatchedNdArray, states)
-    return columns, {NUM_REBUILT_ROWS: num_rebuilt, NUM_STALE_ROWS: num_stale}, placement
+    heads = np.arange(rows.num_rows)
+    if isinstance(rows, PackedLayout):
+        columns[RESETS] = BatchedNdArray(rows.resets)
+        heads = rows.heads
+    columns[Columns.STATE_IN] = tree.map_structure(BatchedNdArray, starts.stack(heads))
+    counts = {NUM_REBUILT_ROWS: starts.num_rebuilt, NUM_STALE_ROWS: starts.num_stale}
+    return columns, counts, placement
 
 
 def _add_episode_columns(steps: dict[str, Any], episodes: list[SingleAgentEpisode]) -> None:

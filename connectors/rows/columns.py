@@ -14,7 +14,7 @@ from ray.rllib.utils.spaces.space_utils import BatchedNdArray
 from ray.rllib.utils.spaces.space_utils import batch as stack_items
 
 from connectors.agents import batch_key
-from connectors.rows.layout import RowLayout
+from connectors.rows.layout import Layout, RowLayout
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Placement:
     agents: list[SingleAgentEpisode]
     steps: RowLayout
     warm_up: np.ndarray
-    rows: RowLayout | None
+    rows: Layout | None
 
     def lay_out(self, column: str, parts: Any) -> Any:
         """A column's arrays, from a list of one part an episode or the steps of all of them."""
@@ -109,7 +109,7 @@ def _join(parts: Any) -> Any:
     return tree.map_structure(lambda *leaves: BatchedNdArray(np.concatenate(leaves)), *parts)
 
 
-def _pad(layout: RowLayout, parts: Any) -> Any:
+def _pad(layout: Layout, parts: Any) -> Any:
     if not isinstance(parts, list):
         return tree.map_structure(lambda leaf: BatchedNdArray(layout.pad(leaf)), parts)
     return tree.map_structure(

@@ -11,7 +11,7 @@ from ray.rllib.utils.annotations import override
 
 from connectors.agents import batch_key, has_items
 from connectors.rows.columns import Placement, collect_column
-from connectors.rows.vtrace import VTraceLayout, neutralize
+from connectors.rows.vtrace import neutralize
 
 PLACEMENTS = "row_placements"
 """Key of `shared_data`: the `Placement` of each module whose rows are laid out, by module ID."""
@@ -64,7 +64,7 @@ class LayOutLaterColumns(ConnectorV2):
                 others = {key: items for key, items in data.items() if key not in own}
                 batch[column] = {**others, first: [placement.lay_out(column, parts)]}
                 later = True
-            if later and isinstance(placement.rows, VTraceLayout):
+            if later and placement.rows is not None and placement.rows.real is not None:
                 columns = {
                     column: data[first][0] for column, data in batch.items() if first in data
                 }

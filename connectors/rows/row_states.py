@@ -54,6 +54,38 @@ class _Start:
     is_stale: bool = False
     row: int | None = None
 
+    def is_initial(self, first: Any) -> bool:
+        """Whether it is known to be the initial state, `first`."""
+        return self.state is first and self.steps is None and not self.is_stale
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """The state before the first step of each row.
+
+    Attributes:
+        states: One a row, trees of arrays without batch axis.
+        initial: `(num_rows,)` bool: those that are the module's initial state.
+        num_rebuilt: How many rows were rebuilt.
+        num_stale: How many had to use an older state than their own.
+    """
+
+    states: list[Any]
+    initial: np.ndarray
+    num_rebuilt: int
+    num_stale: int
+    _first: Any
+
+    def stack(self, rows: Sequence[int] | np.ndarray) -> Any:
+        """Tree of arrays `(len(rows), ...)`, with the dtypes of the module's initial state."""
+        return tree.map_structure(
+            # One dtype and one order of keys for all batches: RLlib's pieces return int64 or int32
+            # by chance, and a compiled module has a graph for each order.
+            lambda like, leaf: np.asarray(leaf).astype(like.dtype, copy=False),
+            self._first,
+            stack_items([self.states[row] for row in rows]),
+        )
+
 
 def row_states(
     module: RLModule,
@@ -65,7 +97,7 @@ def row_states(
     obs_given: bool,
     previous: Sequence[int | None],
     bootstrapped: bool,
-) -> tuple[Any, int, int]:
+) -> RowStates:
     """Finds the state before the first step of each row.
 
     Args:
@@ -79,10 +111,6 @@ def row_states(
             the chunk is unknown, so states cannot be rebuilt from a lookback buffer.
         previous: See `previous_episodes`.
         bootstrapped: Whether episodes end with RLlib's appended bootstrap step.
-
-    Returns:
-        Tree of arrays `(num_rows, ...)` with the dtypes of the module's initial state; how many
-        rows were rebuilt; how many had to use an older state than their own.
     """
     first = tree.map_structure(lambda leaf: leaf.numpy(), initial_state(module, "cpu"))
     starts: list[_Start] = []
@@ -105,16 +133,13 @@ def row_states(
         else:
             starts += _from_states(episode, outputs, at, first)
 
-    states = _run(module, starts)
-    stacked = tree.map_structure(
-        # One dtype and one order of keys for all batches: RLlib's pieces return int64 or int32 by
-        # chance, and a compiled module has a graph for each order.
-        lambda like, leaf: np.asarray(leaf).astype(like.dtype, copy=False),
-        first,
-        stack_items(states),
+    return RowStates(
+        states=_run(module, starts),
+        initial=np.array([start.is_initial(first) for start in starts], dtype=bool),
+        num_rebuilt=sum(start.steps is not None and not start.is_stale for start in starts),
+        num_stale=sum(start.is_stale for start in starts),
+        _first=first,
     )
-    num_rebuilt = sum(start.steps is not None and not start.is_stale for start in starts)
-    return stacked, num_rebuilt, sum(start.is_stale for start in starts)
 
 
 def _run(module: RLModule, starts: list[_Start]) -> list[Any]:

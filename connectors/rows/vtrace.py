@@ -52,18 +52,17 @@ class VTraceLayout(RowLayout):
         return np.repeat(self.first_rows, self.lengths) * self.width + steps + rows_before
 
     @cached_property
+    @override(RowLayout)
     def real(self) -> np.ndarray:
-        """`(num_rows, width)` bool: False on bootstrap slots and padding."""
         return np.arange(self.width) < self.seq_lens[:, None] - 1
 
+    @cached_property
     @override(RowLayout)
-    def pad(self, steps: np.ndarray) -> np.ndarray:
-        rows = super().pad(steps)
+    def copies(self) -> tuple[np.ndarray, np.ndarray]:
         continued = np.ones(self.num_rows, dtype=bool)
         continued[(self.first_rows + self.rows_per_episode - 1)[self.rows_per_episode > 0]] = False
-        before = np.flatnonzero(continued)
-        rows[before, -1] = rows[before + 1, 0]
-        return rows
+        following = (np.flatnonzero(continued) + 1) * self.width
+        return following - 1, following
 
     @override(RowLayout)
     def pad_parts(self, parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -46,7 +46,9 @@ ARRANGED = (
 )
 
 
-def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> AlgorithmConfig:
+def connect(
+    config: AlgorithmConfig, *, episodes_per_trial: int = 1, pack_rows: bool = True
+) -> AlgorithmConfig:
     """Plugs the sequence connectors into a config, around connectors it already has.
 
     Call it after all other settings. Calling it twice changes nothing. What it needs of the
@@ -82,6 +84,8 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
         episodes_per_trial: Episodes over which a sub-environment keeps its agents' states. With 1
             each episode starts from the initial state. To train on recorded episodes, the number
             that they were recorded with.
+        pack_rows: Whether a training row of a module of this package may hold several short
+            episodes, told apart by `resets`. It computes the same from fewer rows.
 
     Returns:
         The same config.
@@ -91,8 +95,8 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
         ValueError: if the algorithm, its Learner or its EnvRunner class is not supported, if
             module class and model config do not go together, if `max_seq_len` of a module is
             missing or wrong, if settings of the algorithm do not fit rows, if one that has to be
-            known is a search space, or if `episodes_per_trial` is below 1 or at odds with other
-            settings.
+            known is a search space, if `episodes_per_trial` is below 1 or at odds with other
+            settings, or if `pack_rows` is no bool.
     """
     if isinstance(config, type):
         raise TypeError(
@@ -104,6 +108,7 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     check_learner_class(config, support)
     _check_pipelines(config)
     _check_trials(config, episodes_per_trial)
+    _check_packing(pack_rows)
     complete_module_specs(config, support.module_class)
     support.prepare(config, row_lengths(config))
     record_without_states(config)
@@ -111,7 +116,7 @@ def connect(config: AlgorithmConfig, *, episodes_per_trial: int = 1) -> Algorith
     callbacks = force_list(config.callbacks_on_checkpoint_loaded)
     if require_learners not in callbacks:
         config.callbacks(on_checkpoint_loaded=[*callbacks, require_learners])
-    _plug_in(config, episodes_per_trial)
+    _plug_in(config, episodes_per_trial, pack_rows)
     # Ours does all that RLlib's own class does; one of the user's stays.
     if not is_searched(config, "learner_class") and issubclass(
         support.learner_class, config.learner_class
@@ -133,19 +138,21 @@ class ConnectorBuilder:
         user: The user's builder.
         config: What to read.
         episodes_per_trial: See `connect`.
+        pack_rows: See `connect`.
     """
 
     setting: str
     user: Callable | None = field(compare=False)
     config: AlgorithmConfig = field(compare=False, repr=False)
     episodes_per_trial: int
+    pack_rows: bool
 
     def __call__(self, *args: Any) -> list[ConnectorV2]:
         """The pieces; `args` are what RLlib passes for this pipeline."""
-        verify(self.config, self.episodes_per_trial)
+        verify(self.config, self.episodes_per_trial, self.pack_rows)
         pieces = user_pieces(self.user, self.setting, *args)
         if self.setting == "learner_connector":
-            return complete_learner(pieces, self.config, self.episodes_per_trial)
+            return complete_learner(pieces, self.config, self.episodes_per_trial, self.pack_rows)
         if self.setting == "module_to_env_connector":
             return complete_module_to_env(pieces, self.config)
         device = args[2] if len(args) > 2 else None
@@ -159,7 +166,7 @@ class ConnectorBuilder:
         return replace(self, user=copy.deepcopy(self.user, memo), config=config)
 
 
-def verify(config: AlgorithmConfig, episodes_per_trial: int = 1) -> None:
+def verify(config: AlgorithmConfig, episodes_per_trial: int = 1, pack_rows: bool = True) -> None:
     """Checks that a config from which something is being built is still as `connect` leaves one.
 
     Raises:
@@ -171,9 +178,9 @@ def verify(config: AlgorithmConfig, episodes_per_trial: int = 1) -> None:
     expected = config.copy(copy_frozen=False)
     if config.in_evaluation:
         # Its lengths and modes are RLlib's; nothing is trained on what it samples.
-        _plug_in(expected, episodes_per_trial)
+        _plug_in(expected, episodes_per_trial, pack_rows)
     else:
-        connect(expected, episodes_per_trial=episodes_per_trial)
+        connect(expected, episodes_per_trial=episodes_per_trial, pack_rows=pack_rows)
     found, wanted = _arranged(config), _arranged(expected)
     for setting, value in wanted.items():
         if found[setting] != value:
@@ -203,13 +210,13 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-def _plug_in(config: AlgorithmConfig, episodes_per_trial: int) -> None:
+def _plug_in(config: AlgorithmConfig, episodes_per_trial: int, pack_rows: bool) -> None:
     """Sets our builders around the user's; a builder of ours is not wrapped again."""
 
     def builder(setting: str) -> ConnectorBuilder:
         user = getattr(config, f"_{setting}")
         user = user.user if isinstance(user, ConnectorBuilder) else user
-        return ConnectorBuilder(setting, user, config, episodes_per_trial)
+        return ConnectorBuilder(setting, user, config, episodes_per_trial, pack_rows)
 
     config.env_runners(
         env_to_module_connector=builder("env_to_module_connector"),
@@ -251,6 +258,14 @@ def _check_trials(config: AlgorithmConfig, episodes_per_trial: Any) -> None:
             '"complete_episodes", with which RLlib resets all environments for each batch and a '
             "trial ends with its first episode. Use "
             '`config.env_runners(batch_mode="truncate_episodes")`.'
+        )
+
+
+def _check_packing(pack_rows: Any) -> None:
+    if not isinstance(pack_rows, bool):
+        raise ValueError(
+            f"`pack_rows` is {pack_rows!r}, but must be True or False: whether a training row may "
+            "hold several short episodes. Leave it out to pack them."
         )
 
 

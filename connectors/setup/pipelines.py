@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.impala.impala import IMPALAConfig
 from ray.rllib.algorithms.marwil.marwil import MARWILConfig
+from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.module_to_env import (
@@ -74,7 +76,7 @@ def complete_module_to_env(pieces: list[ConnectorV2], config: AlgorithmConfig) -
 
 
 def complete_learner(
-    pieces: list[ConnectorV2], config: AlgorithmConfig, episodes_per_trial: int
+    pieces: list[ConnectorV2], config: AlgorithmConfig, episodes_per_trial: int, pack_rows: bool
 ) -> list[ConnectorV2]:
     """The user's pieces, then ours.
 
@@ -90,7 +92,12 @@ def complete_learner(
     _check_same_trials(given, episodes_per_trial)
     if given is None:
         pieces.append(
-            BuildTrainBatch(bootstrap_slot=bootstrap_slot, episodes_per_trial=episodes_per_trial)
+            BuildTrainBatch(
+                bootstrap_slot=bootstrap_slot,
+                episodes_per_trial=episodes_per_trial,
+                pack_rows=pack_rows,
+                minibatch_size=_minibatch_size(config),
+            )
         )
     elif given.bootstrap_slot != bootstrap_slot:
         raise ValueError(
@@ -100,9 +107,16 @@ def complete_learner(
             f"`BuildTrainBatch(bootstrap_slot={bootstrap_slot})`."
         )
     else:
+        given.pack_rows = given.pack_rows and pack_rows
+        given.minibatch_size = _minibatch_size(config)
         # Learners lay out what comes later; aggregator actors have none.
         pieces.append(LayOutLaterColumns())
     return pieces
+
+
+def _minibatch_size(config: AlgorithmConfig) -> int | None:
+    # Replaying algorithms and recorded episodes: an update is one minibatch, whatever is set.
+    return config.minibatch_size if isinstance(config, (PPOConfig, IMPALAConfig)) else None
 
 
 def _check_same_trials(

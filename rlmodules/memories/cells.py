@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,8 @@ from rlmodules.memories.residual import BlockStack, Mixer, StackConfig
 class CellMixer(Mixer):
     """One layer of a GRU, `h (D)`, or of an LSTM, `h (D)` and `c (D)`.
 
-    Rows run through torch's fused kernel, `O(T D^2)`, one step after the other. Resets cut a row:
-    it costs a call of the kernel for each step at which some row of the batch has one.
+    Rows run through torch's fused kernel, `O(T D^2)`, one step after the other. Resets cut a row
+    into parts; those of about the same length run side by side.
 
     Args:
         kind: "gru" or "lstm".
@@ -68,19 +67,38 @@ class CellMixer(Mixer):
         return out.to(h.dtype), new_state
 
     def _row(self, x, states, valid, resets):
-        """One call of the kernel for each part of the row that is free of resets."""
+        """A call of the kernel for all parts of about one length; resets are where parts start."""
         if resets is None:
             return self._part(x, states, valid)
-        resets = resets if valid is None else resets & valid
-        T = x.shape[1]
-        cuts = sorted({0, *resets.any(0).nonzero()[:, 0].tolist(), T})
-        outputs = []
-        for start, end in pairwise(cuts):
-            states = tuple(torch.where(resets[:, start, None], 0.0, s) for s in states)
-            part = None if valid is None else valid[:, start:end]
-            out, states = self._part(x[:, start:end], states, part)
-            outputs.append(out)
-        return torch.cat(outputs, 1), states
+        B, T = resets.shape
+        valid = torch.ones_like(resets) if valid is None else valid
+        resets = resets & valid
+        starts = resets.clone()
+        starts[:, 0] = True
+        part_of = starts.flatten().cumsum(0) - 1
+        firsts = starts.flatten().nonzero()[:, 0]
+        lengths = torch.zeros_like(firsts).index_add(0, part_of, valid.flatten().long())
+        goes_on = ~resets.flatten()[firsts, None]
+        states = [torch.where(goes_on, s[firsts // T], 0.0) for s in states]
+
+        # Padded to powers of two: few calls, and never more padding than steps.
+        widths = 2 ** lengths.clamp(min=1).double().log2().ceil().long()
+        steps, outs, parts, lasts = [], [], [], []
+        for width in widths.unique().tolist():
+            own = (widths == width).nonzero()[:, 0]
+            offsets = torch.arange(width, device=x.device)
+            is_there = offsets < lengths[own, None]
+            index = (firsts[own, None] + offsets)[is_there]
+            rows = x.new_zeros(len(own), width, x.shape[-1])
+            rows = rows.index_put((is_there,), x.flatten(0, 1).index_select(0, index))
+            out, last = self._part(rows, [s[own] for s in states], is_there)
+            steps.append(index)
+            outs.append(out[is_there])
+            parts.append(own)
+            lasts.append(torch.stack(last))
+        out = x.new_zeros(B * T, outs[0].shape[-1]).index_copy(0, torch.cat(steps), torch.cat(outs))
+        last_of_row = torch.cat(parts).argsort()[part_of.view(B, T)[:, -1]]
+        return out.unflatten(0, (B, T)), tuple(torch.cat(lasts, 1)[:, last_of_row])
 
     def _part(self, x, states, valid):
         first: Any = tuple(state[None].contiguous() for state in states)

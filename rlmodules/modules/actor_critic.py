@@ -85,12 +85,12 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
     @override(TorchRLModule)
     def _forward(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Action distribution inputs `(B, T, n)` and the states after the last valid steps."""
-        obs, state, valid = module_inputs(batch)
+        obs, state, *masks = module_inputs(batch)
         if self.memory_config.vf_share_layers:
-            features, state = self.core(obs, state, valid)
+            features, state = self.core(obs, state, *masks)
         else:
-            features, actor_state = self.core(obs, state[ACTOR], valid)
-            _, critic_state = self.critic_core(obs, state[CRITIC], valid)
+            features, actor_state = self.core(obs, state[ACTOR], *masks)
+            _, critic_state = self.critic_core(obs, state[CRITIC], *masks)
             state = {ACTOR: actor_state, CRITIC: critic_state}
         return {
             Columns.ACTION_DIST_INPUTS: self._masked(self.policy_head(features), obs),
@@ -101,12 +101,12 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
     def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Action distribution inputs `(B, T, n)` and the value head's features `(B, T, D)`."""
         self.compile_cores()
-        obs, state, valid = module_inputs(batch)
+        obs, state, *masks = module_inputs(batch)
         if self.memory_config.vf_share_layers:
-            features = critic_features = self.core(obs, state, valid)[0]
+            features = critic_features = self.core(obs, state, *masks)[0]
         else:
-            features = self.core(obs, state[ACTOR], valid)[0]
-            critic_features = self.critic_core(obs, state[CRITIC], valid)[0]
+            features = self.core(obs, state[ACTOR], *masks)[0]
+            critic_features = self.critic_core(obs, state[CRITIC], *masks)[0]
         return {
             Columns.ACTION_DIST_INPUTS: self._masked(self.policy_head(features), obs),
             Columns.EMBEDDINGS: critic_features,
@@ -148,10 +148,10 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
         finally:
             self.train(was_training)
 
-    def _values(self, obs: Any, state: Any, valid: Tensor | None) -> Tensor:
+    def _values(self, obs: Any, state: Any, *masks: Tensor | None) -> Tensor:
         if self.memory_config.vf_share_layers:
-            return self.value_head(self.core(obs, state, valid)[0])
-        return self.value_head(self.critic_core(obs, state[CRITIC], valid)[0])
+            return self.value_head(self.core(obs, state, *masks)[0])
+        return self.value_head(self.critic_core(obs, state[CRITIC], *masks)[0])
 
     # Target networks.
 
@@ -173,10 +173,10 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
     def forward_target(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The target policy's action distribution inputs `(B, T, n)`."""
         self.compile_cores()
-        obs, state, valid = module_inputs(batch)
+        obs, state, *masks = module_inputs(batch)
         state = state if self.memory_config.vf_share_layers else state[ACTOR]
         with torch.no_grad():
-            features, _ = self.target_core(obs, state, valid)
+            features, _ = self.target_core(obs, state, *masks)
             inputs = self._masked(self.target_policy_head(features), obs)
             return {TARGET_NETWORK_ACTION_DIST_INPUTS: inputs}
 

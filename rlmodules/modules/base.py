@@ -36,9 +36,11 @@ class MemoryCore(nn.Module):
         self.encoder = encoder
         self.memory = memory
 
-    def forward(self, obs: Any, state: State, valid: Tensor | None) -> tuple[Tensor, State]:
-        """Runs both over `obs`, a tree with leaves `(B, T, ...)`."""
-        return self.memory(self.encoder(obs), state, valid=valid)
+    def forward(
+        self, obs: Any, state: State, valid: Tensor | None, resets: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Runs both over `obs`, a tree with leaves `(B, T, ...)`; masks as in `Memory.forward`."""
+        return self.memory(self.encoder(obs), state, valid=valid, resets=resets)
 
 
 class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):

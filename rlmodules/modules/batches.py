@@ -12,12 +12,16 @@ from torch import Tensor
 # 32,768 on CPUs, whose large temporaries come from the system page by page.
 VALUE_STEPS = 2048
 
+RESETS = "row_resets"
+"""Column `(B, T)` bool of packed rows: True where a new episode starts inside the row."""
 
-def module_inputs(batch: Mapping[str, Any]) -> tuple[Any, Any, Tensor | None]:
-    """Observations, incoming state and mask of real steps of a batch."""
+
+def module_inputs(batch: Mapping[str, Any]) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+    """Observations, incoming state, mask of real steps and resets of a batch."""
     obs, seq_lens = batch[Columns.OBS], batch.get(Columns.SEQ_LENS)
+    resets = batch.get(RESETS)
     if seq_lens is None:
-        return obs, batch[Columns.STATE_IN], None
+        return obs, batch[Columns.STATE_IN], None, resets
     leaf = tree.flatten(obs)[0]
     B, T = leaf.shape[:2]
     steps = torch.arange(T, device=leaf.device)
@@ -25,7 +29,7 @@ def module_inputs(batch: Mapping[str, Any]) -> tuple[Any, Any, Tensor | None]:
     valid = steps < seq_lens.to(leaf.device)[:, None]
     # Whatever stands in the padding, even a NaN must not reach the encoder's gradients.
     obs = tree.map_structure(lambda x: x.where(valid.view(B, T, *[1] * (x.dim() - 2)), 0), obs)
-    return obs, batch[Columns.STATE_IN], valid
+    return obs, batch[Columns.STATE_IN], valid, resets
 
 
 def check_rows(batch: Mapping[str, Any]) -> None:

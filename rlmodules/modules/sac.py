@@ -114,12 +114,12 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     @override(TorchRLModule)
     def _forward(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Action distribution inputs `(B, T, n)` and the states after the last valid steps."""
-        obs, state, valid = module_inputs(batch)
+        obs, state, *masks = module_inputs(batch)
         if self.memory_config.vf_share_layers:
-            features, state = self.qf_encoder(obs, state, valid)
+            features, state = self.qf_encoder(obs, state, *masks)
         else:
-            features, actor_state = self.pi_encoder(obs, state[ACTOR], valid)
-            _, critic_state = self.qf_encoder(obs, state[CRITIC], valid)
+            features, actor_state = self.pi_encoder(obs, state[ACTOR], *masks)
+            _, critic_state = self.qf_encoder(obs, state[CRITIC], *masks)
             state = {ACTOR: actor_state, CRITIC: critic_state}
         return {Columns.ACTION_DIST_INPUTS: self.pi(features), Columns.STATE_OUT: state}
 
@@ -137,13 +137,13 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
         """
         check_rows(batch)
         self.compile_cores()
-        obs, state, valid = module_inputs(batch)
+        obs, state, valid, resets = module_inputs(batch)
         critic_state = self._critic_state(state)
-        features = self.qf_encoder(obs, critic_state, valid)[0]
+        features = self.qf_encoder(obs, critic_state, valid, resets)[0]
         if self.memory_config.vf_share_layers:
             dist_inputs = self.pi(features.detach())
         else:
-            dist_inputs = self.pi(self.pi_encoder(obs, state[ACTOR], valid)[0])
+            dist_inputs = self.pi(self.pi_encoder(obs, state[ACTOR], valid, resets)[0])
         actions = batch[Columns.ACTIONS]
         if valid is not None:
             # Whatever stands in the padding, even a NaN must not reach the heads' gradients.
@@ -162,7 +162,7 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
         if self.twin_q:
             outputs[QF_TWIN_PREDS] = self.qf_twin(features, actions)
         with torch.no_grad():
-            target_features = self.target_qf_encoder(obs, critic_state, valid)[0]
+            target_features = self.target_qf_encoder(obs, critic_state, valid, resets)[0]
             next_actions, next_logp = policy.sample_and_logp()
             next_q = _smallest(self._target_qfs(), target_features, next_actions)
         return {
@@ -185,8 +185,8 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     @override(QNetAPI)
     def compute_q_values(self, batch: Mapping[str, Any]) -> Tensor:
         """Q-values `(B, T)` of the batch's actions, the smaller ones of twins."""
-        obs, state, valid = module_inputs(batch)
-        features, _ = self.qf_encoder(obs, self._critic_state(state), valid)
+        obs, state, *masks = module_inputs(batch)
+        features, _ = self.qf_encoder(obs, self._critic_state(state), *masks)
         return _smallest(self._qfs(), features, batch[Columns.ACTIONS])
 
     def _critic_state(self, state: Any) -> Any:
@@ -214,9 +214,9 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     @override(TargetNetworkAPI)
     def forward_target(self, batch: Mapping[str, Any]) -> Tensor:
         """The target networks' Q-values `(B, T)` of the batch's actions."""
-        obs, state, valid = module_inputs(batch)
+        obs, state, *masks = module_inputs(batch)
         with torch.no_grad():
-            features, _ = self.target_qf_encoder(obs, self._critic_state(state), valid)
+            features, _ = self.target_qf_encoder(obs, self._critic_state(state), *masks)
             return _smallest(self._target_qfs(), features, batch[Columns.ACTIONS])
 
     def _target_qfs(self) -> list[nn.Module]:

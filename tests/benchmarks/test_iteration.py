@@ -15,11 +15,13 @@ from benchmarks.iteration_cases import (
     LSTM_256,
     MEMORIES,
     MLP,
+    PADDED,
     Stream,
     memory_config,
     peer_configs,
 )
 from benchmarks.profiles import python_functions, torch_operators
+from benchmarks.rigs import Rig
 from rlmodules.modules.catalogue import CONFIGS
 
 
@@ -60,6 +62,23 @@ def test_records(short, name):
         if r["peer"] != LSTM_256:
             sizes = r["parameters"]
             assert sizes["ours"] == pytest.approx(sizes["theirs"], rel=0.05)
+
+
+@pytest.mark.ray
+def test_packed_rows_are_compared_with_padded_ones(monkeypatch):
+    small = {"num_envs": 2, "max_seq_len": 32, "fragment": 63, "minibatch_size": 64}
+    case = dataclasses.replace(CASES["short-episodes"], **small, num_epochs=1)
+    monkeypatch.setitem(CASES, "short-episodes", case)
+    records = iteration.compare(iteration.PACKED, min_runs=1, seconds=0.0)
+    assert {(r["peer"], r["metric"]) for r in records} == {
+        (PADDED, metric) for metric in ("learner_connector", "update", "iteration")
+    }
+    num_rows = []
+    for pack_rows in (True, False):
+        rig = Rig(memory_config(case, "default", pack_rows=pack_rows))
+        num_rows.append(len(rig.train_batch(rig.record_sample().episodes())["seq_lens"]))
+        rig.stop()
+    assert num_rows[0] < num_rows[1]
 
 
 def test_cases():

@@ -156,12 +156,12 @@ def reference(module, batch, log_alpha):
         actor_state = state["actor"] if separate else None
         features, target_features, dist_inputs = [], [], []
         for obs in batch[Columns.OBS][row, :length]:
-            x, critic_state = module.qf_encoder(obs[None, None], critic_state, None)
+            x, critic_state = module.qf_encoder(obs[None, None], critic_state, None, None)
             features.append(x[0, 0])
             if separate:
-                x, actor_state = module.pi_encoder(obs[None, None], actor_state, None)
+                x, actor_state = module.pi_encoder(obs[None, None], actor_state, None, None)
             dist_inputs.append(module.pi(x[0, 0]))
-            x, target_state = module.target_qf_encoder(obs[None, None], target_state, None)
+            x, target_state = module.target_qf_encoder(obs[None, None], target_state, None, None)
             target_features.append(x[0, 0])
 
         for t in range(length - 1):
@@ -303,8 +303,8 @@ class RecordingRLModule(MemorySACRLModule):
     """Also records what the Q heads get to see."""
 
     def _forward(self, batch, **kwargs):
-        obs, state, valid = module_inputs(batch)
-        features, _ = self.qf_encoder(obs, self._critic_state(state), valid)
+        obs, state, *masks = module_inputs(batch)
+        features, _ = self.qf_encoder(obs, self._critic_state(state), *masks)
         return {**super()._forward(batch, **kwargs), "critic_features": features}
 
 

@@ -221,7 +221,8 @@ def test_constructor_arguments_round_trip():
     args, kwargs = piece.get_ctor_args_and_kwargs()
     assert kwargs == {"config": config}
     assert ComputeAdvantages(*args, **kwargs).get_ctor_args_and_kwargs() == (args, kwargs)
-    piece = BuildTrainBatch(BOX, DISCRETE, bootstrap_slot=True, episodes_per_trial=2)
-    args, kwargs = piece.get_ctor_args_and_kwargs()
-    assert (args, kwargs) == ((BOX, DISCRETE), {"bootstrap_slot": True, "episodes_per_trial": 2})
+    settings = {"bootstrap_slot": True, "episodes_per_trial": 2}
+    settings |= {"pack_rows": False, "minibatch_size": 64}
+    args, kwargs = BuildTrainBatch(BOX, DISCRETE, **settings).get_ctor_args_and_kwargs()
+    assert (args, kwargs) == ((BOX, DISCRETE), settings)
     assert BuildTrainBatch(*args, **kwargs).bootstrap_slot

@@ -151,7 +151,7 @@ def _reference_row(module, episode, start, end, algorithm):
             state = outputs[Columns.STATE_OUT]
             log_probs.append(log_probabilities(outputs[Columns.ACTION_DIST_INPUTS][0, 0]))
             if algorithm == "APPO":
-                features, target_state = module.target_core(obs, target_state, None)
+                features, target_state = module.target_core(obs, target_state, None, None)
                 logits = module.target_policy_head(features)
                 old_log_probs.append(log_probabilities(logits[0, 0]))
 
@@ -278,7 +278,7 @@ ALGORITHMS = pytest.mark.parametrize("algorithm", ["IMPALA", "APPO"])
 @ALGORITHMS
 @pytest.mark.parametrize("max_seq_len", [1, T, 64])
 def test_loss_equals_the_reference(algorithm, max_seq_len, make_learner):
-    learner = make_learner(connect(make_config(algorithm, max_seq_len)))
+    learner = make_learner(connect(make_config(algorithm, max_seq_len), pack_rows=False))
     module = learner.module["default_policy"]
     episodes = make_episodes(module, CHUNKS)
     batch = train_batch(learner, with_snapshots(module, episodes, max_seq_len))
@@ -300,7 +300,7 @@ def test_loss_equals_the_reference(algorithm, max_seq_len, make_learner):
 @pytest.mark.ray
 @ALGORITHMS
 def test_rows_may_be_shuffled_and_cut_into_minibatches(algorithm, make_learner):
-    learner = make_learner(connect(make_config(algorithm, T)))
+    learner = make_learner(connect(make_config(algorithm, T), pack_rows=False))
     module = learner.module["default_policy"]
     episodes = make_episodes(module, CHUNKS)
     batch = train_batch(learner, with_snapshots(module, episodes, T))
@@ -359,7 +359,7 @@ def update(learner, episodes, **settings):
 @pytest.mark.ray
 def test_an_epoch_over_all_rows_is_one_update(make_learner):
     """RLlib's count of a whole batch falls short of our rows, which hold some steps twice."""
-    config = connect(make_config("IMPALA", T).training(num_epochs=3))
+    config = connect(make_config("IMPALA", T).training(num_epochs=3), pack_rows=False)
     learner = make_learner(config)
     module = learner.module["default_policy"]
     num_rows = []
@@ -420,7 +420,7 @@ class MaskFrom(ConnectorV2):
 
 @pytest.mark.ray
 def test_slots_that_are_no_real_steps_count_nothing(make_learner):
-    learner = make_learner(connect(make_config("APPO", T)))
+    learner = make_learner(connect(make_config("APPO", T), pack_rows=False))
     module = learner.module["default_policy"]
     episodes = make_episodes(module, CHUNKS)
     batch = train_batch(learner, with_snapshots(module, episodes, T))

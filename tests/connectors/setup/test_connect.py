@@ -384,3 +384,21 @@ def test_trains():
     assert learner["__all_modules__"]["memory"]["num_nonfinite_gradients"] == 0
     assert learner["default_policy"]["memory"]["num_stale_rows"] == 0
     assert learner["default_policy"]["memory"]["num_rebuilt_rows"] == 0
+
+
+@pytest.mark.parametrize("own", [None, True, False])
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_rows_are_packed_where_nobody_says_no(own, pack_rows):
+    config = lstm_config(4).training(minibatch_size=256)
+    if own is not None:
+        given = BuildTrainBatch(pack_rows=own)
+        config.learners(learner_connector=lambda *_: given)
+    connect(config, pack_rows=pack_rows)
+    piece = config._learner_connector(BOX, DISCRETE)[0]
+    assert piece.pack_rows == (pack_rows and own is not False)
+    assert piece.minibatch_size == 256
+
+
+def test_packing_is_on_or_off():
+    with pytest.raises(ValueError, match="`pack_rows` is 64, but must be True or False"):
+        connect(lstm_config(4), pack_rows=64)
