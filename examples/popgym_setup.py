@@ -62,7 +62,7 @@ MEMORIES = {
     },
     "deep_sine": "this package's DeepLinearAttentionConfig with sine positions, "
     '"linear" convolution, sum',
-    "rllib-lstm": "RLlib's own LSTM with 256 cells, on RLlib's default connectors",
+    "rllib-lstm": "RLlib's own LSTM, on RLlib's default connectors",
     "mlp": "no memory: RLlib's own MLP",
 }
 HYPERPARAMETERS = {
