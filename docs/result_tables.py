@@ -137,7 +137,7 @@ def popgym(path: Path = RESULTS / "popgym.jsonl") -> str:
         lines.append([r["task"], f"`{r['memory']}`", *found])
     hours = sum(r["seconds"] for r in records) / 3600
     headings = (
-        "", "memory", "return (95 % interval)", "seeds", "steps at most", "published", "goal",
+        "", "memory", "return (95 % interval)", "seeds", "steps trained", "published", "goal",
         "steps to the goal",
     )  # fmt: skip
     return (
