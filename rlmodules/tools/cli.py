@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rlmodules.modules.checkpoints import find_checkpoint, load_modules
 from rlmodules.tools import describe as description
 from rlmodules.tools import drawing, loading, tables
 from rlmodules.tools import memory_map as maps
@@ -45,7 +46,6 @@ def describe(
     """Prints a model and what it costs: parameters, states, arithmetic, rows, settings."""
     # `rlmodules` imports nothing of `connectors`, but for these commands, which sit on top of both.
     from connectors import MemoryLearnerMixin
-    from connectors.acting.loading import load_modules
 
     with _clear_errors("CONFIG|CHECKPOINT"):
         if Path(target).expanduser().is_dir():
@@ -80,7 +80,7 @@ def memory_map(
     A panel a layer and head with attention weights, else one a memory, by its gradient.
     """
     from connectors import MemoryPolicy
-    from connectors.acting.loading import find_checkpoint, load_parts
+    from connectors.acting.loading import load_parts
 
     with _clear_errors("CHECKPOINT"):
         parts = load_parts(checkpoint)

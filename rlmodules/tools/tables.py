@@ -51,9 +51,10 @@ def _module(module_id: str, facts: Facts) -> RenderableType:
     if "rows" in facts:
         rows = dict(facts["rows"])
         if rows["padding"] is not None:
-            rows["padding"] = f"{rows['padding']:.0%}"
+            rows["padding"] = f"{rows['padding']:.0%} if no episode ends"
         tables.append(_known(_table("rows, of full fragments", ""), rows))
-    tables.append(_settings(facts["settings"]))
+    if facts["settings"]:
+        tables.append(_settings(facts["settings"]))
     spaced = [line for table in tables for line in (table, "")]
     return Group(Text(f"Module {module_id}", "bold"), *spaced)
 

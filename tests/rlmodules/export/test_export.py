@@ -416,8 +416,8 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     stateless = build(DefaultPPOTorchRLModule, {"fcnet_hiddens": [8]}, FLOATS, DISCRETE)
     with pytest.raises(ValueError, match="`module` is a DefaultPPOTorchRLModule without a state"):
         export_torch(stateless, path)
-    with pytest.raises(TypeError, match="`module` is a str"):
-        export_torch("checkpoint", path)
+    with pytest.raises(TypeError, match="`module` is a list"):
+        export_torch([stateless], path)
     nested = gym.spaces.Dict({"a.b": FLOATS, "a": gym.spaces.Dict({"b": FLOATS})})
     with pytest.raises(ValueError, match="The keys of `obs`"):
         export_torch(build(LinearAttentionRLModule, LINEAR, nested, DISCRETE), path)
