@@ -110,6 +110,7 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 "conv_filters": config.conv_filters,
                 "conv_activation": config.conv_activation,
             },
+            one_hot_max_values=config.one_hot_max_values,
         )
 
     def build_core(self, config: MemoryConfig) -> MemoryCore:

@@ -10,7 +10,8 @@ from pyarrow.fs import FileSystem
 from ray.rllib.utils.checkpoints import Checkpointable
 
 # One higher whenever the same checkpoint would mean something else: other names of weights, other
-# or more settings, another computation with them. `tests/golden` notices.
+# settings or ones whose default is not what was done before, another computation with them.
+# `tests/golden` notices.
 CHECKPOINT_VERSION = 2
 VERSION_KEY = "rllib_memory_checkpoint_version"
 
