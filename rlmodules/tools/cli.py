@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from rlmodules.modules.checkpoints import find_checkpoint, load_modules
+from rlmodules.tools import curves, drawing, loading, tables
 from rlmodules.tools import describe as description
-from rlmodules.tools import drawing, loading, tables
 from rlmodules.tools import memory_map as maps
 
 app = typer.Typer(
@@ -98,6 +98,29 @@ def memory_map(
     console.print(title, style="bold")
     tables.print_look_back(maps.look_back(found.layers), console)
     console.print(f"{out / 'memory_map.png'}, {out / 'memory_map.html'}", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders of runs, with `metrics.csv` of `make train` or `result.json` of Tune. "
+            "Those whose names differ in `-seed<n>` alone are one curve; so are all runs below a "
+            "folder.",
+        ),
+    ],
+    metric: Annotated[str | None, typer.Option(help="A column; left out: mean returns.")] = None,
+    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("compare.png"),
+) -> None:
+    """Draws the learning curves of runs, also of those that go on, with 95 % intervals."""
+    with _clear_errors("RUN..."):
+        found = curves.read_curves(runs, metric)
+    curves.draw_curves(found, out, label=metric or "mean return")
+    console = Console(highlight=False)
+    tables.print_curves(found, console)
+    console.print(str(out), soft_wrap=True)
 
 
 @contextmanager
