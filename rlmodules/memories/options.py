@@ -56,7 +56,8 @@ def check_options(config: Any) -> None:
         if is_search_space(value):
             raise ValueError(
                 f"`{field.name}` is a search space, {value!r}, but Tune looks for them in an "
-                "algorithm's settings only. Search over whole specs: "
+                "algorithm's settings only. Put it into a dict there, `config.rl_module("
+                f"model_config={{'memory': ..., {field.name!r}: ...}})`, or search over specs: "
                 "`config.rl_module(rl_module_spec=tune.grid_search([...]))` after `connect`."
             )
         hint = hints.get(field.name, Any)

@@ -18,6 +18,8 @@ from rlmodules.modules.checkpoint_version import (
     CHECKPOINT_VERSION,
     VERSION_KEY,
     check_version,
+    differing_settings,
+    read_settings,
     read_version,
 )
 from rlmodules.networks.encoders import ObservationEncoder
@@ -110,6 +112,7 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 "conv_filters": config.conv_filters,
                 "conv_activation": config.conv_activation,
             },
+            one_hot_max_values=config.one_hot_max_values,
         )
 
     def build_core(self, config: MemoryConfig) -> MemoryCore:
@@ -149,10 +152,22 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         """Loads weights from a module's checkpoint, all or none.
 
         Raises:
-            ValueError: If the checkpoint is of another version, or its weights do not fit.
+            ValueError: If the checkpoint is of another version, or its weights do not fit: the
+                message then names the settings that differ.
         """
         check_version(read_version(path, filesystem), type(self).__name__)
-        super().restore_from_path(path, filesystem=filesystem, **kwargs)
+        try:
+            super().restore_from_path(path, filesystem=filesystem, **kwargs)
+        except ValueError as error:
+            _, own = self.get_ctor_args_and_kwargs()
+            differing = differing_settings(read_settings(path, filesystem), own)
+            if not differing:
+                raise
+            raise ValueError(
+                f"The checkpoint of this {type(self).__name__} was saved with other settings, and "
+                f"its weights do not fit: {differing}. Nothing was loaded. Build the module with "
+                "the checkpoint's settings, or train a new one."
+            ) from error
 
     @override(TorchRLModule)
     def set_state(self, state: Mapping[str, Any]) -> None:
