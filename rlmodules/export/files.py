@@ -29,8 +29,8 @@ def export_onnx(module: TorchRLModule | str | PathLike[str], path: str | PathLik
     """Writes one greedy step of a module with memory as an ONNX file.
 
     Inputs and outputs have a batch axis of any size and no time axis; states are among them. See
-    [their names](how-to/export.md#inputs-and-outputs). The file's `metadata_props` hold them with
-    shapes and dtypes, as JSON. The module stays as it is, and its device doesn't matter.
+    [their names](../how-to/export.md#inputs-and-outputs). The file's `metadata_props` hold them
+    with shapes and dtypes, as JSON. The module stays as it is, and its device doesn't matter.
 
     Args:
         module: A module with a state, this package's or another. Or the folder of a checkpoint: a

@@ -68,6 +68,11 @@ def check_options(config: Any) -> None:
             )
 
 
+def rules(config_class: type) -> dict[str, str]:
+    """What each setting of a dataclass may be, in words."""
+    return {name: _words(hint) for name, hint in _hints(config_class).items()}
+
+
 def is_search_space(value: Any) -> bool:
     """Whether Tune would draw from a value; told by names, which need no Ray."""
     if isinstance(value, dict):
