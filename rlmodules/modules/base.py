@@ -135,6 +135,14 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 delattr(acting, name)
         return acting
 
+    @override(nn.Module)
+    def eval(self) -> Self:
+        """Sets eval mode; where the module is in it, so are its parts, and nothing is done.
+
+        RLlib calls this at each step of a rollout, where a walk over all parts takes its time.
+        """
+        return super().eval() if self.training else self
+
     @override(TorchRLModule)
     def get_metadata(self) -> dict[str, Any]:
         """RLlib's, with the version of the checkpoint's format."""
