@@ -17,7 +17,7 @@ MEMORY ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-ray test-slow test-learning gpu lint format bench docs dist clean
+.PHONY: help train test test-ray test-slow test-learning test-site gpu lint format bench docs dist clean
 
 help:
 	@echo "make train          train PPO with linear attention on POPGym's RepeatPreviousEasy"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-ray       the quick tests that start Ray;  make test-ray RAY=2.58.1: with that Ray"
 	@echo "make test-slow      the tests that take minutes each"
 	@echo "make test-learning  the tests that train until a return is reached"
+	@echo "make test-site      the built site in the system's Chromium: all pages, two widths, light and dark"
 	@echo "make gpu            the tests that need a GPU, then the benchmarks there (eight minutes)"
 	@echo "make lint           ruff and pyright;  make format: apply ruff's fixes"
 	@echo "make bench          all benchmarks, tables on the screen"
@@ -55,6 +56,9 @@ test-slow: $(STAMP)
 
 test-learning: $(STAMP)
 	$(BIN)/python -m pytest -m learning --timeout 7200 $(ARGS)
+
+test-site: docs
+	$(BIN)/python -m pytest -m site tests/docs $(ARGS)
 
 # Short rounds: eight minutes for all of it. Without a GPU it stops at the first line.
 CUDA := --device cuda --seconds 0.5

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -26,6 +27,11 @@ GOAL = 0.9
 PEER_LEARNING_RATES = (1e-3, 3e-4)
 # Less than half of the peer's steps and seconds.
 TARGET = 2.0
+# What is written stands out from white and from black; the ground is transparent.
+GREY = "#808080"
+EITHER_GROUND: Any = {
+    f"{part}color": GREY for part in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.")
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +100,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     return records
 
 
+@matplotlib.rc_context(EITHER_GROUND)
 def draw(curves: dict[str, list[Curve]], path: Path, title: str) -> None:
     """Draws mean returns over steps and over seconds: a line a seed, a band between the seeds.
 
@@ -125,7 +132,7 @@ def draw(curves: dict[str, list[Curve]], path: Path, title: str) -> None:
     panels[0].legend(frameon=False)
     figure.suptitle(f"{title}, {len(next(iter(curves.values())))} seeds each, until {GOAL:g}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, transparent=True)
 
 
 def _band(runs: list[Curve], axis: str) -> tuple[list[float], list[float], list[float]]:

@@ -21,7 +21,7 @@ def print_table(records: Sequence[Record], console: Console | None = None) -> No
     table = Table(caption=CAPTION, caption_justify="left")
     for column in ("task", "memory"):
         table.add_column(column, no_wrap=True)
-    for column in ("lr", "return", "seeds", "at most", "goal", "steps", "published"):
+    for column in ("lr", "return", "seeds", "trained", "goal", "steps", "published"):
         table.add_column(column, justify="right", no_wrap=True)
     last = None
     for record in records:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from connectors.rows.advantages import ComputeAdvantages
     from connectors.rows.build_train_batch import BuildTrainBatch
     from connectors.setup.connect import connect
+    from connectors.setup.starting_point import starting_point
     from connectors.snapshots import StateSnapshot
 
 # Where each public name is. They are imported at first use: `connectors.replay` needs no Learner.
@@ -62,6 +63,7 @@ _HOMES = {
     "StateSnapshot": "snapshots",
     "connect": "setup.connect",
     "save_checkpoint": "acting.saving",
+    "starting_point": "setup.starting_point",
 }
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "StateSnapshot",
     "connect",
     "save_checkpoint",
+    "starting_point",
 ]
 
 

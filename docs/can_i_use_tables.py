@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 DATA = Path(__file__).with_name("can_i_use.toml")
 NOT_APPLICABLE = "-"
+SIGNS = {"yes": "✓", "no": "✗", NOT_APPLICABLE: NOT_APPLICABLE}
 
 
 class Cell(NamedTuple):
@@ -49,7 +50,7 @@ def table(data: dict[str, Any], *names: str) -> str:
     for row in _rows(data, *names):
         line = [row["name"]]
         for algorithm in algorithms:
-            text = cell(row, algorithm).answer
+            text = SIGNS[cell(row, algorithm).answer]
             if algorithm in row.get("note", {}):
                 notes.append(row["note"][algorithm])
                 text += f" <sup>{len(notes)}</sup>"

@@ -1,9 +1,13 @@
 """What single pages show of `benchmarks/results/*.json`, as Markdown tables."""
 
+import importlib
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-from result_files import Row, load, markdown, value_text
+from result_files import RESULTS, Row, load, markdown, value_text
 
 NAMES = {
     "deep": "deep linear attention, the default",
@@ -116,6 +120,83 @@ def _learned(cell: Row | None) -> str:
     updates = cell["updates_to_goal"]
     text = f"{cell['ours']:.2f}" if updates is None else f"{updates:.0f} updates"
     return text + ("" if cell["runs"] == 5 else f" <sup>{cell['runs']}</sup>")
+
+
+def popgym(path: Path = RESULTS / "popgym.jsonl") -> str:
+    """Returns on POPGym's tasks, a line each task and memory that has runs."""
+    records = _popgym_records(path)
+    if not records:
+        return "No run is committed yet: the table and the pictures appear here with the first one."
+    text = _benchmarks("popgym_table")
+    lines = []
+    for r in records:
+        published = "" if r["published"] is None else f"{r['published']:.3f}"
+        seeds, steps = str(len(r["seeds"])), f"{r['max_steps']:,}"
+        goal = "" if r["goal"] is None else f"{r['goal']:.3g}"
+        found = (text.return_text(r), seeds, steps, published, goal, text.steps_text(r))
+        lines.append([r["task"], f"`{r['memory']}`", *found])
+    hours = sum(r["seconds"] for r in records) / 3600
+    headings = (
+        "", "memory", "return (95 % interval)", "seeds", "steps trained", "published", "goal",
+        "steps to the goal",
+    )  # fmt: skip
+    return (
+        markdown(headings, lines, num_names=2)
+        + f"\n\n{sum(len(r['seeds']) for r in records)} runs, {hours:.1f} hours of training."
+        + _source("popgym", records)
+    )
+
+
+def popgym_pictures(directory: Path = RESULTS.parents[1] / "docs" / "images") -> str:
+    """The pictures that there are: memories over all tasks, then a family each."""
+    names = [path.name for path in sorted(directory.glob("popgym-*.png"))]
+    names.sort(key=lambda name: name != "popgym-memories.png")
+    titles = [name.removeprefix("popgym-").removesuffix(".png") for name in names]
+    pairs = zip(titles, names, strict=True)
+    return "\n\n".join(f"![{title}](images/{name})" for title, name in pairs)
+
+
+def popgym_settings() -> str:
+    """What the benchmark and the example set for each family of tasks."""
+    tasks = _module("examples.popgym_tasks")
+    lines = [
+        [
+            name,
+            f"{family.gamma:g}",
+            f"{family.lambda_:g}",
+            f"{family.entropy_coeff:g}",
+            "the episode's" if family.row_steps is None else str(family.row_steps),
+            f"`{family.memory}`",
+            family.why.strip(),
+        ]
+        for name, family in tasks.FAMILIES.items()
+    ]
+    headings = ("", "gamma", "lambda", "entropy", "steps a row", "memory", "why")
+    return markdown(headings, lines, num_names=1)
+
+
+def _popgym_records(path: Path) -> list[Row]:
+    runs, scores = _benchmarks("popgym_runs"), _benchmarks("popgym_scores")
+    tasks = _module("examples.popgym_tasks")
+
+    def settings_of(trial: Any) -> dict:
+        return tasks.settings(trial.task, trial.memory, lr=trial.lr)
+
+    kept = runs.current(runs.load(path), settings_of)
+    usual = [run for run in kept if run.trial.lr == tasks.MODELS[run.trial.memory].lr]
+    return scores.summary(usual, tasks.tasks(), list(tasks.MODELS))
+
+
+def _benchmarks(name: str) -> Any:
+    return _module(f"benchmarks.{name}")
+
+
+def _module(name: str) -> Any:
+    """A module of this repository that is not installed."""
+    root = str(RESULTS.parents[1])
+    if root not in sys.path:
+        sys.path.append(root)
+    return importlib.import_module(name)
 
 
 def snapshots() -> str:

@@ -4,9 +4,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.popgym_setup import ENVS, MEMORIES
+from examples import popgym_tasks
+from examples.popgym_setup import ENVS, MEMORIES, OURS
 from examples.run_dir import RunDir
 from examples.runner import add_standard_arguments
+
+ENV = "RepeatPreviousEasy"
+MEMORY = "deep"
+MAX_SEQ_LEN = 64
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -20,18 +25,23 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--env",
-        default="RepeatPreviousEasy",
+        default=ENV,
         choices=sorted(ENVS),
         metavar="NAME",
-        help="a POPGym environment, for example RepeatFirstEasy or CountRecallEasy",
+        help="a POPGym environment, for example RepeatFirstEasy or CountRecallEasy. Any but the "
+        "default one gets its settings from examples/popgym_tasks.py",
     )
     add(
         "--memory",
-        default="deep",
         choices=MEMORIES,
-        help="; ".join(f"{name}: {text}" for name, text in MEMORIES.items()),
+        help="; ".join(f"{name}: {text}" for name, text in MEMORIES.items())
+        + ". None: the one that is recommended for the environment",
     )
-    add("--max-seq-len", type=int, default=64, help="steps a training row holds")
+    add(
+        "--max-seq-len",
+        type=int,
+        help=f"steps a training row holds. None: the environment's, {MAX_SEQ_LEN} for {ENV}",
+    )
     add(
         "--compile",
         default="auto",
@@ -65,9 +75,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, RunDir
     """Arguments and run directory; a resumed run keeps the arguments it was started with."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    default = f"runs/{args.env}-{args.memory}-seed{args.seed}"
+    memory = args.memory or recommended(args.env)
+    default = f"runs/{args.env}-{memory}-seed{args.seed}"
     run = RunDir(Path(args.resume or args.run_dir or default))
     if args.resume is None:
+        args.memory = memory
         return args, run
     try:
         settings = run.settings()
@@ -78,6 +90,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, RunDir
     return parser.parse_args(argv), run
 
 
+def has_own_settings(env: str) -> bool:
+    """Whether an environment is trained with its own row of the table.
+
+    The default one keeps the settings that its published results were measured with.
+    """
+    return env != ENV and popgym_tasks.is_known(env)
+
+
+def recommended(env: str) -> str:
+    """The memory to take for an environment."""
+    return popgym_tasks.family_of(env).memory if has_own_settings(env) else MEMORY
+
+
 def common_settings(args: argparse.Namespace) -> dict:
     """What agent and baseline share."""
     evaluation = {
@@ -85,12 +110,43 @@ def common_settings(args: argparse.Namespace) -> dict:
         "evaluation_duration": args.evaluation_duration,
         "evaluation_num_env_runners": args.evaluation_num_env_runners,
     }
-    return {
+    settings = {
         "seed": args.seed,
-        "max_seq_len": args.max_seq_len,
+        "max_seq_len": args.max_seq_len or MAX_SEQ_LEN,
         "num_env_runners": args.num_env_runners,
         "num_envs_per_env_runner": args.num_envs_per_env_runner,
         "num_learners": args.num_learners,
         "num_gpus_per_learner": args.num_gpus_per_learner,
         "evaluation": evaluation,
     }
+    if not has_own_settings(args.env):
+        return settings
+    own = _own_settings(args)
+    settings["hyperparameters"] = own["hyperparameters"]
+    if args.max_seq_len is None:
+        settings |= {"max_seq_len": own["max_seq_len"], "fragment": own["fragment"]}
+    return settings
+
+
+def model_settings(args: argparse.Namespace) -> dict:
+    """Settings of the agent's module."""
+    model = dict(_own_settings(args)["model"]) if has_own_settings(args.env) else {}
+    if args.memory in OURS:
+        model["compile"] = {"on": True, "off": False}.get(args.compile, args.compile)
+    return model
+
+
+def settings_text(args: argparse.Namespace) -> str:
+    """What the table says of an environment, and which memory it recommends."""
+    family, training = popgym_tasks.family_of(args.env), _own_settings(args)["hyperparameters"]
+    return (
+        f"Settings of {args.env}: gamma {family.gamma:g}, lambda {family.lambda_:g}, entropy "
+        f"{family.entropy_coeff:g}, rows of {common_settings(args)['max_seq_len']} steps, "
+        f"minibatches of {training['minibatch_size']}, lr {training['lr'][0][1]:g}. {family.why}\n"
+        f"Recommended memory: {family.memory}; this run has {args.memory}."
+    )
+
+
+def _own_settings(args: argparse.Namespace) -> dict:
+    num_envs = max(1, args.num_env_runners) * args.num_envs_per_env_runner
+    return popgym_tasks.settings(args.env, args.memory, num_envs=num_envs)

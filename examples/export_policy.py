@@ -34,14 +34,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from ray.rllib.core.rl_module.rl_module import RLModule
 
 from connectors import MemoryPolicy
 from examples.popgym_setup import make_env
 from examples.run_dir import RunDir, newest_checkpoint
 from rlmodules import export_onnx, export_torch
-
-MODULE = "learner_group/learner/rl_module/default_policy"
+from rlmodules.modules.checkpoints import load_module
 
 Arrays = dict[str, np.ndarray]
 # From the observations of all episodes, and where one starts, to their actions.
@@ -161,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no checkpoint in runs/. Train one: python -m examples.train_popgym")
     folder = checkpoint.absolute().parents[1]
     env = RunDir(folder).settings()["env"]
-    module: Any = RLModule.from_checkpoint(checkpoint.absolute() / MODULE)
+    module: Any = load_module(checkpoint)
     if module.observation_space != make_env({"name": env}).observation_space:
         parser.error(
             f"the module in {checkpoint} does not see the observations of {env} as they are, but "

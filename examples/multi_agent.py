@@ -39,7 +39,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.env.multi_agent_env import make_multi_agent
 from ray.rllib.utils.metrics import EPISODE_MODULE_RETURN_MEAN
 
-from connectors import connect
+from connectors import connect, starting_point
 from examples.popgym_setup import HYPERPARAMETERS
 from examples.runner import apply_arguments, make_parser, run
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
@@ -60,7 +60,7 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
         "no_memory": RLModuleSpec(model_config=without),
     }
     config = (
-        PPOConfig()
+        starting_point(PPOConfig())
         .environment(TwoGames, env_config={"num_agents": 2})
         .env_runners(
             # RLlib's MLP takes flat vectors, ours cards as they are.

@@ -33,7 +33,7 @@ from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.sac import SACConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from connectors import connect
+from connectors import connect, starting_point
 from examples.runner import apply_arguments, make_parser, run
 from rlmodules import (
     DeepLinearAttentionConfig,
@@ -97,23 +97,16 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
     )
     config: Any
     if args.algo == "SAC":
-        config = SACConfig().training(
-            actor_lr=3e-3, critic_lr=3e-3, alpha_lr=3e-3, initial_alpha=0.1, tau=0.05
-        )
+        config = starting_point(SACConfig())
         module_class: Any = MemorySACRLModule
     else:
-        config = DQNConfig().training(
-            lr=1e-3,
-            target_network_update_freq=200,
-            epsilon=[(0, 1.0), (10_000, 0.05)],
-            num_steps_sampled_before_learning_starts=500,
-        )
+        config = starting_point(DQNConfig()).training(num_steps_sampled_before_learning_starts=500)
         module_class = MemoryQRLModule
     config.environment(TMaze, env_config={"length": args.length, "continuous": args.algo == "SAC"})
     config.rl_module(
         rl_module_spec=RLModuleSpec(module_class=module_class, model_config=model_config)
     )
-    config.training(train_batch_size=256, replay_buffer_config={"capacity": 20_000})
+    config.training(replay_buffer_config={"capacity": 20_000})
     config.reporting(min_sample_timesteps_per_iteration=1000, min_time_s_per_iteration=0)
     apply_arguments(config, args).env_runners(rollout_fragment_length=8)
     return connect(config)

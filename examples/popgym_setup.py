@@ -19,7 +19,7 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.tune.registry import register_env
 
-from connectors import AddPreviousActionsRewards, MemoryMetrics, connect
+from connectors import AddPreviousActionsRewards, MemoryMetrics, connect, starting_point
 from examples import runner
 from examples.popgym_tasks import TRAIN_BATCH_SIZE
 from rlmodules import (
@@ -62,22 +62,14 @@ MEMORIES = {
     },
     "deep_sine": "this package's DeepLinearAttentionConfig with sine positions, "
     '"linear" convolution, sum',
-    "rllib-lstm": "RLlib's own LSTM with 256 cells, on RLlib's default connectors",
+    "rllib-lstm": "RLlib's own LSTM, on RLlib's default connectors",
     "mlp": "no memory: RLlib's own MLP",
 }
+# What differs from `starting_point`.
 HYPERPARAMETERS = {
     # Falls with the steps: at a constant 1e-3 a solved task is now and then half forgotten again.
     "lr": [[0, 1e-3], [200_000, 2e-4]],
-    "minibatch_size": 1024,
-    "num_epochs": 8,
     "gamma": 0.99,
-    "lambda_": 0.95,
-    "entropy_coeff": 0.003,
-    "clip_param": 0.2,
-    "grad_clip": 0.5,
-    # Returns lie in [-1, 1]: the value loss needs no clipping.
-    "vf_clip_param": 1e6,
-    "use_kl_loss": False,
 }
 RLLIB_ENV = "popgym"
 
@@ -145,7 +137,7 @@ def build_config(
     batch_size = num_envs * fragment // max(1, num_learners)
     training = {"train_batch_size_per_learner": batch_size, **HYPERPARAMETERS}
     config = (
-        PPOConfig()
+        starting_point(PPOConfig())
         .environment(RLLIB_ENV, env_config={"name": env})
         .env_runners(
             num_env_runners=num_env_runners, num_envs_per_env_runner=num_envs_per_env_runner

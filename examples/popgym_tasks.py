@@ -176,6 +176,11 @@ def split(task: str) -> tuple[str, str]:
     )
 
 
+def is_known(task: str) -> bool:
+    """Whether the table has a row for a task; mazes have none."""
+    return task in tasks()
+
+
 def family_of(task: str) -> Family:
     """The row of a task's family."""
     return FAMILIES[split(task)[0]]

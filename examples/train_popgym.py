@@ -11,6 +11,7 @@ What it shows
 How to run it
 -------------
     python -m examples.train_popgym
+    python -m examples.train_popgym --env RepeatPreviousHard    # its settings, a fitting memory
     python -m examples.train_popgym --env RepeatFirstEasy --memory linear --seed 1
     python -m examples.train_popgym --resume                    # continues that run
     python -m examples.train_popgym --resume runs/RepeatPreviousEasy-deep-seed0
@@ -45,10 +46,15 @@ from ray.rllib.core import COMPONENT_RL_MODULE
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 from rich.console import Console
 
-from examples.arguments import common_settings, parse
+from examples.arguments import (
+    common_settings,
+    has_own_settings,
+    model_settings,
+    parse,
+    settings_text,
+)
 from examples.popgym_setup import (
     MEMORIES,
-    OURS,
     build_config,
     count_parameters,
     mlp_of_size,
@@ -163,9 +169,8 @@ def start_or_resume(args: argparse.Namespace, run: RunDir, console: Console) -> 
     if args.resume is not None and checkpoint is not None:
         console.print(f"Resuming {_short(checkpoint)}.")
         return Algorithm.from_checkpoint(str(checkpoint))
-    model = {"compile": {"on": True, "off": False}.get(args.compile, args.compile)}
     config = build_config(
-        args.env, args.memory, **common_settings(args), model=model if args.memory in OURS else {}
+        args.env, args.memory, **common_settings(args), model=model_settings(args)
     )
     return config.build_algo()
 
@@ -191,6 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, run: RunDir, stop: StopRequest, console: Console) -> int:
     start = time.perf_counter()
+    if has_own_settings(args.env):
+        console.print(settings_text(args))
     algo = start_or_resume(args, run, console)
     num_parameters = count_parameters(algo)
     console.print(

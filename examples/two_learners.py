@@ -30,7 +30,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from connectors import connect
+from connectors import connect, starting_point
 from examples.popgym_setup import HYPERPARAMETERS
 from examples.runner import apply_arguments, make_parser, run
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
@@ -46,7 +46,7 @@ def build_config(args: argparse.Namespace) -> AlgorithmConfig:
     num_learners = max(1, args.num_learners)
     model_config: Any = DeepLinearAttentionConfig(max_seq_len=MAX_SEQ_LEN)
     config = (
-        PPOConfig()
+        starting_point(PPOConfig())
         .environment("popgym:popgym-RepeatPreviousEasy-v0")
         .rl_module(
             rl_module_spec=RLModuleSpec(

@@ -1,11 +1,11 @@
-"""`python -m rlmodules`: describes a model and its costs, draws what its memory attends to."""
+"""`python -m rlmodules`: describes models, draws what memories attend to, compares runs."""
 
 import sys
 
 try:
     from rlmodules.tools.cli import app
 except ModuleNotFoundError as error:
-    if error.name not in ("typer", "rich", "matplotlib"):
+    if error.name not in ("typer", "rich", "matplotlib", "pandas", "scipy"):
         raise
     sys.exit(
         f"The command line needs the package `{error.name}`, which is not installed. Install the "

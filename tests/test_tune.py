@@ -1,7 +1,9 @@
 """Search spaces, and population based training: real runs of Tune."""
 
+import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +100,30 @@ def test_a_search_over_module_and_learning_rate(tmp_path):
         MemoryPolicy.from_checkpoint(result.checkpoint.path).act(np.zeros(3, np.float32))
     assert found == {1: 8, 2: 16}
     assert len({result.config["lr"] for result in results}) == 2
+
+
+def test_trials_are_told_apart_by_the_models_settings(tmp_path):
+    """In folders, in result columns, and among TensorBoard's hyperparameters."""
+    model_config = {**dataclasses.asdict(spec().model_config), "num_layers": None, "decay": False}
+    model_config["num_layers"] = tune.grid_search([1, 2])
+    del model_config["vf_share_layers"]
+    config = ppo().rl_module(rl_module_spec=None, model_config=model_config)
+    config._rl_module_spec = None
+    results = fit(connect(config), tmp_path, iterations=1)
+    column = "config/_model_config/num_layers"
+    frame = results.get_dataframe()
+    assert sorted(frame[column]) == [1, 2]
+    for result in results:
+        num_layers = result.config["_model_config"]["num_layers"]
+        assert f"num_layers={num_layers}" in result.path
+        path = f"{result.checkpoint.path}/learner_group/learner/rl_module/{MODULE}"
+        settings = RLModule.from_checkpoint(path).memory_config
+        assert (settings.num_layers, settings.decay, settings.vf_share_layers) == (
+            num_layers, False, True
+        )  # fmt: skip
+        assert result.metrics["learners"][MODULE]["error"] < 1e-5
+        (events,) = Path(result.path).glob("events.out.tfevents.*")
+        assert b"_model_config/num_layers" in events.read_bytes()
 
 
 def digest(algorithm):

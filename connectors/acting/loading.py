@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import gymnasium as gym
-from ray.rllib.algorithms.algorithm import Algorithm
-from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.env_to_module import EnvToModulePipeline, MeanStdFilter
@@ -22,13 +20,9 @@ from ray.rllib.connectors.module_to_env import (
 from ray.rllib.core import (
     COMPONENT_ENV_RUNNER,
     COMPONENT_ENV_TO_MODULE_CONNECTOR,
-    COMPONENT_LEARNER,
-    COMPONENT_LEARNER_GROUP,
     COMPONENT_MODULE_TO_ENV_CONNECTOR,
-    COMPONENT_RL_MODULE,
     DEFAULT_MODULE_ID,
 )
-from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.env import INPUT_ENV_SINGLE_SPACES
 from ray.rllib.utils.checkpoints import Checkpointable
@@ -36,8 +30,7 @@ from ray.rllib.utils.checkpoints import Checkpointable
 from connectors.rollout.build_module_batch import BuildModuleBatch
 from connectors.rollout.format_actions import FormatActions
 from connectors.rollout.sample_actions import SampleActions
-
-_MODULES = Path(COMPONENT_LEARNER_GROUP, COMPONENT_LEARNER, COMPONENT_RL_MODULE)
+from rlmodules.modules.checkpoints import MODULES, find_checkpoint
 
 
 @dataclass(kw_only=True)
@@ -71,58 +64,13 @@ def load_parts(path: str | Path) -> ActingParts:
     return _module_parts(_load_module(path)) if config is None else _algorithm_parts(path, config)
 
 
-def load_modules(path: str | Path) -> tuple[AlgorithmConfig | None, dict[str, RLModule]]:
-    """Reads all modules of an Algorithm's checkpoint, or a module's own, without the Algorithm.
-
-    Returns:
-        The Algorithm's config, None if there is only a module; and the modules by ID.
-
-    Raises:
-        ValueError: if there is neither at `path`.
-    """
-    path, config = find_checkpoint(path)
-    folders = [path] if config is None else sorted((path / _MODULES).iterdir())
-    return config, {folder.name: _load_module(folder) for folder in folders if folder.is_dir()}
-
-
-def find_checkpoint(path: str | Path) -> tuple[Path, AlgorithmConfig | None]:
-    """Looks what kind of checkpoint there is.
-
-    Returns:
-        The absolute path, the only kind that RLlib reads; and the config of an Algorithm's
-        checkpoint, None of a module's.
-
-    Raises:
-        ValueError: if there is neither at `path`.
-    """
-    path = Path(path).expanduser().absolute()
-    info = path / Checkpointable.CLASS_AND_CTOR_ARGS_FILE_NAME
-    saved: dict[str, Any] = pickle.loads(info.read_bytes()) if info.is_file() else {"class": None}
-    kind = saved["class"]
-    if isinstance(kind, type) and issubclass(kind, Algorithm):
-        (state,), _ = saved["ctor_args_and_kwargs"]
-        # A copy, so that the builders of its connectors read this config.
-        return path, AlgorithmConfig.from_state(state).copy(copy_frozen=False)
-    if (
-        not isinstance(kind, type)
-        or not issubclass(kind, RLModule)
-        or issubclass(kind, MultiRLModule)
-    ):
-        raise ValueError(
-            f"`path` is {str(path)!r}, where there is no checkpoint of an Algorithm or of a single "
-            "RLModule. Give the folder that `algo.save_to_path()` returned, or a module's in it, "
-            f"{_MODULES / DEFAULT_MODULE_ID}."
-        )
-    return path, None
-
-
 def _algorithm_parts(path: Path, config: Any) -> ActingParts:
-    if not (path / _MODULES / DEFAULT_MODULE_ID).is_dir():
+    if not (path / MODULES / DEFAULT_MODULE_ID).is_dir():
         raise ValueError(
             f"`path` is {str(path)!r}, a checkpoint with several agents' modules, but a policy "
-            f"acts with one. Give the folder of that module, {_MODULES / '<module ID>'}."
+            f"acts with one. Give the folder of that module, {MODULES / '<module ID>'}."
         )
-    module = _load_module(path / _MODULES / DEFAULT_MODULE_ID)
+    module = _load_module(path / MODULES / DEFAULT_MODULE_ID)
     # An Algorithm without local EnvRunner saves the two pipelines itself.
     pipelines = path / COMPONENT_ENV_RUNNER
     pipelines = pipelines if pipelines.is_dir() else path

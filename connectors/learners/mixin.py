@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from ray.rllib.connectors.learner import (
     AgentToModuleMapping,
     BatchIndividualItems,
@@ -11,6 +12,7 @@ from ray.rllib.connectors.learner import (
 )
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.utils.annotations import override
+from ray.rllib.utils.typing import ModuleID
 
 from connectors.learners.guarded_gradients import GuardedGradients
 from connectors.learners.kept_resets import check_packed_memory
@@ -41,6 +43,16 @@ class MemoryLearnerMixin(
             `MemoryMetrics` sets it.
         restored: Whether a checkpoint's Learner was restored since `require_learners` looked.
     """
+
+    @override(TorchLearner)
+    def configure_optimizers_for_module(self, module_id: ModuleID, config: Any = None) -> None:
+        """Makes the module's optimizers; those of RLlib's default class step in one operator."""
+        super().configure_optimizers_for_module(module_id, config)
+        for _, optimizer in self.get_optimizers_for_module(module_id):
+            # Exactly RLlib's default: what a Learner of the user's own has chosen stays.
+            if type(optimizer) is torch.optim.Adam and optimizer.defaults["foreach"] is None:
+                for group in optimizer.param_groups:
+                    group["fused"] = True if group["fused"] is None else group["fused"]
 
     @override(TorchLearner)
     def build(self) -> None:

@@ -32,6 +32,23 @@ RowLengths = Mapping[str, int]
 """`max_seq_len` of each module with memory, by module ID."""
 
 
+def check_num_learners(config: AlgorithmConfig) -> None:
+    """Refuses what is no number of Learners.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    num_learners: Any = config.num_learners
+    if num_learners is None or is_searched(config, "num_learners"):
+        return
+    if isinstance(num_learners, bool) or not isinstance(num_learners, int) or num_learners < 0:
+        raise ValueError(
+            f"`num_learners` is {num_learners!r}, but must be an integer of at least 0: 0 trains "
+            "in the process of the algorithm, 1 or more in so many processes of their own. Set "
+            "`config.learners(num_learners=...)`."
+        )
+
+
 def keep_lookback(config: AlgorithmConfig, row_lengths: RowLengths) -> None:
     """Has the steps before a cut travel with what follows it.
 

@@ -14,7 +14,9 @@ from ray.rllib.utils import force_list
 from connectors.acting.saving import require_learners
 from connectors.offline.recording import record_without_states
 from connectors.rollout.multi_agent_runner import MemoryMultiAgentEnvRunner
-from connectors.setup.algorithms import check_learner_class, support_for
+from connectors.setup.algorithm_settings import check_num_learners
+from connectors.setup.algorithms import Support, check_learner_class, support_for
+from connectors.setup.environments import check_env
 from connectors.setup.module_specs import complete_module_specs, row_lengths
 from connectors.setup.pipelines import (
     complete_env_to_module,
@@ -95,8 +97,9 @@ def connect(
         ValueError: if the algorithm, its Learner or its EnvRunner class is not supported, if
             module class and model config do not go together, if `max_seq_len` of a module is
             missing or wrong, if settings of the algorithm do not fit rows, if one that has to be
-            known is a search space, if `episodes_per_trial` is below 1 or at odds with other
-            settings, or if `pack_rows` is no bool.
+            known is a search space, if the environment is a name that nobody registered, if
+            `episodes_per_trial` is below 1 or at odds with other settings, or if `pack_rows` is no
+            bool.
     """
     if isinstance(config, type):
         raise TypeError(
@@ -104,7 +107,17 @@ def connect(
             f"`connect({config.__name__}())`."
         )
     support = support_for(config)
+    check_env(config)
+    _arrange(config, support, episodes_per_trial, pack_rows)
+    return config
+
+
+def _arrange(
+    config: AlgorithmConfig, support: Support, episodes_per_trial: int, pack_rows: bool
+) -> None:
+    """Checks and sets all that a config needs, whatever environments this process knows."""
     check_search_spaces(config)
+    check_num_learners(config)
     check_learner_class(config, support)
     _check_pipelines(config)
     _check_trials(config, episodes_per_trial)
@@ -122,7 +135,6 @@ def connect(
         support.learner_class, config.learner_class
     ):
         config.learners(learner_class=support.learner_class)
-    return config
 
 
 @dataclass
@@ -180,7 +192,7 @@ def verify(config: AlgorithmConfig, episodes_per_trial: int = 1, pack_rows: bool
         # Its lengths and modes are RLlib's; nothing is trained on what it samples.
         _plug_in(expected, episodes_per_trial, pack_rows)
     else:
-        connect(expected, episodes_per_trial=episodes_per_trial, pack_rows=pack_rows)
+        _arrange(expected, support_for(expected), episodes_per_trial, pack_rows)
     found, wanted = _arranged(config), _arranged(expected)
     for setting, value in wanted.items():
         if found[setting] != value:

@@ -12,6 +12,8 @@ from ray.rllib.core.rl_module.rl_module import RLModule, RLModuleSpec
 
 from connectors.validation import check_max_seq_len
 from rlmodules.memories import MemoryConfig
+from rlmodules.memories.config import check_names
+from rlmodules.memories.options import is_search_space
 from rlmodules.modules.base import BaseMemoryRLModule
 from rlmodules.modules.checkpoint_version import VERSION_KEY
 
@@ -126,11 +128,35 @@ def _complete_model_config(config: AlgorithmConfig, spec: RLModuleSpec) -> bool:
     # loaded has the version of its checkpoint besides.
     settings = {**_as_dict(shared), **_as_dict(own)}
     settings.pop(VERSION_KEY, None)
+    spaces = {k: v for k, v in _as_dict(shared).items() if is_search_space(v) and settings[k] is v}
+    if spaces:
+        config.rl_module(model_config=_complete_search(settings, spaces, module_class))
+        return False
     model_config = module_class.read_config(settings)
     if dataclasses.is_dataclass(own):
         return False
     spec.model_config = model_config
     return True
+
+
+def _complete_search(
+    settings: dict[str, Any], spaces: dict[str, Any], module_class: Any
+) -> dict[str, Any]:
+    """A model config that Tune draws from, with the memory's defaults, not the algorithm's.
+
+    Raises:
+        ValueError: if a setting that `connect` has to know is a search space, or one is wrong.
+    """
+    for name in {"memory", "max_seq_len"} & spaces.keys():
+        raise ValueError(
+            f"`{name}` is a search space, {spaces[name]!r}, but `connect` needs a value: rows and "
+            "module classes depend on it. Search over whole specs after it: "
+            "`config.rl_module(rl_module_spec=tune.grid_search([RLModuleSpec(...), ...]))`."
+        )
+    known = {name: value for name, value in settings.items() if name not in spaces}
+    model_config = module_class.read_config(known)
+    check_names(spaces, type(model_config))
+    return {**dataclasses.asdict(model_config), **spaces}
 
 
 def _as_dict(model_config: Any) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def is_searched(config: AlgorithmConfig, *settings: str) -> bool:
 
 def has_search_spaces(config: AlgorithmConfig) -> bool:
     """Whether this is no config that an algorithm is built from, but one to draw them from."""
-    return any(map(is_search_space, vars(config).values()))
+    model_config = config._model_config if isinstance(config._model_config, dict) else {}
+    return any(map(is_search_space, [*vars(config).values(), *model_config.values()]))
 
 
 def check_search_spaces(config: AlgorithmConfig) -> None:

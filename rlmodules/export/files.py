@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from rlmodules.export.step_model import StepModel
+from rlmodules.modules.checkpoints import load_module
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
@@ -24,29 +25,30 @@ METADATA_FILE = "metadata.json"
 OPSET = 18
 
 
-def export_onnx(module: TorchRLModule, path: str | PathLike[str]) -> None:
+def export_onnx(module: TorchRLModule | str | PathLike[str], path: str | PathLike[str]) -> None:
     """Writes one greedy step of a module with memory as an ONNX file.
 
     Inputs and outputs have a batch axis of any size and no time axis; states are among them. See
-    [their names](how-to/export.md#inputs-and-outputs). The file's `metadata_props` hold them with
-    shapes and dtypes, as JSON. The module stays as it is, and its device doesn't matter.
+    [their names](../how-to/export.md#inputs-and-outputs). The file's `metadata_props` hold them
+    with shapes and dtypes, as JSON. The module stays as it is, and its device doesn't matter.
 
     Args:
-        module: A module with a state, this package's or another.
+        module: A module with a state, this package's or another. Or the folder of a checkpoint: a
+            module's, or an Algorithm's with one module.
         path: Where to write.
 
     Raises:
         ImportError: If a package of the extra `export` is missing.
         TypeError: If `module` is no `TorchRLModule`.
-        ValueError: If it has no state, or cannot be exported.
+        ValueError: If it has no state, or cannot be exported; or there is no such checkpoint.
 
     Example:
         ```python
         from rlmodules import export_onnx
 
 
-        def export(algo):
-            export_onnx(algo.get_module(), "policy.onnx")
+        def export(checkpoint):
+            export_onnx(checkpoint, "policy.onnx")
         ```
     """
     try:
@@ -57,7 +59,7 @@ def export_onnx(module: TorchRLModule, path: str | PathLike[str]) -> None:
             f"`export_onnx` needs the package {error.name!r}, which is missing. Install the extra "
             "`export`: pip install 'rllib-memory[export]'."
         ) from error
-    step = StepModel(module)
+    step = _step_model(module)
     program, inputs, outputs = _trace(step)
     with _explained(step), _quiet():
         exported: Any = torch.onnx.export(
@@ -80,24 +82,29 @@ def export_onnx(module: TorchRLModule, path: str | PathLike[str]) -> None:
     onnx.save(proto, path)
 
 
-def export_torch(module: TorchRLModule, path: str | PathLike[str]) -> None:
+def export_torch(module: TorchRLModule | str | PathLike[str], path: str | PathLike[str]) -> None:
     """Writes one greedy step of a module with memory as a file that PyTorch runs alone.
 
     `torch.export.load(path).module()` maps a dict of tensors to a dict of tensors, with the names
     that `export_onnx` gives. The file holds `metadata.json`. The module stays as it is.
 
     Args:
-        module: A module with a state, this package's or another.
+        module: A module with a state, this package's or another. Or the folder of a checkpoint: a
+            module's, or an Algorithm's with one module.
         path: Where to write, a name that ends in `.pt2`.
 
     Raises:
         TypeError: If `module` is no `TorchRLModule`.
-        ValueError: If it has no state, or cannot be exported.
+        ValueError: If it has no state, or cannot be exported; or there is no such checkpoint.
     """
-    step = StepModel(module)
+    step = _step_model(module)
     program, inputs, outputs = _trace(step)
     metadata = json.dumps(_metadata(step, inputs, outputs))
     torch.export.save(program, path, extra_files={METADATA_FILE: metadata})
+
+
+def _step_model(module: TorchRLModule | str | PathLike[str]) -> StepModel:
+    return StepModel(load_module(module) if isinstance(module, str | PathLike) else module)
 
 
 def _trace(step: StepModel) -> tuple[ExportedProgram, dict[str, Tensor], dict[str, Tensor]]:

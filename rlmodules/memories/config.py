@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
@@ -54,6 +54,10 @@ class MemoryConfig(abc.ABC):
     conv_activation: str = "relu"
     """Activation after each convolution."""
 
+    one_hot_max_values: Annotated[int, Range(0)] = 0
+    """Integers in a `Box` become one-hot vectors, one a number, where its bounds allow each number
+    at most so many values. 0: none do. For grids of kinds and other numbers that name something."""
+
     head_fcnet_hiddens: list[Count] = field(default_factory=list)
     """Widths of the hidden layers of the policy and the value head."""
 
@@ -74,6 +78,11 @@ class MemoryConfig(abc.ABC):
     compile: Literal["auto"] | bool = "auto"
     """Whether training runs a compiled memory: True, False, or "auto": where a compiler exists, on
     CPUs only after five minutes of training, since compiling takes half a minute to two."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Refuses misspelt names: Python's own error has no suggestion."""
+        check_names(settings, cls)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -96,15 +105,26 @@ class MemoryConfig(abc.ABC):
             ValueError: On an unknown key, with the closest known one, and on a missing
                 `max_seq_len`.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        for key in model_config:
-            if key not in known and key not in ALGORITHM_KEYS:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"Did you mean `{close[0]}`?" if close else f"Known keys: {sorted(known)}."
-                raise ValueError(f"`{key}` is no setting of {cls.__name__}. {hint}")
+        ignored = ALGORITHM_KEYS - {field.name for field in dataclasses.fields(cls)}
+        settings = {key: value for key, value in model_config.items() if key not in ignored}
+        check_names(settings, cls)
         if "max_seq_len" not in model_config:
             raise ValueError(
                 f"`max_seq_len` is missing in the model config of {cls.__name__}. Set it to the "
                 "number of timesteps a training row holds, for example 64."
             )
-        return cls(**{key: value for key, value in model_config.items() if key in known})
+        return cls(**settings)
+
+
+def check_names(settings: Iterable[str], config_class: Any) -> None:
+    """Refuses names that a config has no field of.
+
+    Raises:
+        ValueError: With the closest field's name, or all of them.
+    """
+    known = {field.name for field in dataclasses.fields(config_class)}
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean `{close[0]}`?" if close else f"Known keys: {sorted(known)}."
+            raise ValueError(f"`{name}` is no setting of {config_class.__name__}. {hint}")

@@ -168,6 +168,8 @@ def count_steps(
     Returns:
         The counts `(B, T)` and the count after the last valid step `(B,)`, both int64.
     """
+    if num_steps == 1 and valid is None and resets is None:
+        return t[:, None], t + 1
     steps = torch.arange(num_steps, device=t.device)
     counts = t[:, None] + steps
     if num_steps == 0:

@@ -56,7 +56,8 @@ def check_options(config: Any) -> None:
         if is_search_space(value):
             raise ValueError(
                 f"`{field.name}` is a search space, {value!r}, but Tune looks for them in an "
-                "algorithm's settings only. Search over whole specs: "
+                "algorithm's settings only. Put it into a dict there, `config.rl_module("
+                f"model_config={{'memory': ..., {field.name!r}: ...}})`, or search over specs: "
                 "`config.rl_module(rl_module_spec=tune.grid_search([...]))` after `connect`."
             )
         hint = hints.get(field.name, Any)
@@ -65,6 +66,11 @@ def check_options(config: Any) -> None:
                 f"`{field.name}` is {value!r}, but must be {_words(hint)}."
                 f"{_suggestion(value, hint)}"
             )
+
+
+def rules(config_class: type) -> dict[str, str]:
+    """What each setting of a dataclass may be, in words."""
+    return {name: _words(hint) for name, hint in _hints(config_class).items()}
 
 
 def is_search_space(value: Any) -> bool:

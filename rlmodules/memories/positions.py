@@ -143,10 +143,12 @@ def _frequencies(width: int, base: float, device: torch.device) -> Tensor:
 
 
 def _angles(
-    t: Tensor, frequencies: Tensor, dtype: torch.dtype, offset: Tensor | float = 0.0
+    t: Tensor, frequencies: Tensor, dtype: torch.dtype, offset: Tensor | None = None
 ) -> Tensor:
     """`t * frequencies + offset` modulo a full turn, `(*t.shape, len(frequencies))`."""
-    angles = t.unsqueeze(-1).double() * frequencies.double() + offset
+    angles = t.unsqueeze(-1) * frequencies.double()
+    if offset is not None:
+        angles = angles + offset
     return torch.remainder(angles, 2 * math.pi).to(dtype)
 
 

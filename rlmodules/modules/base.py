@@ -18,6 +18,8 @@ from rlmodules.modules.checkpoint_version import (
     CHECKPOINT_VERSION,
     VERSION_KEY,
     check_version,
+    differing_settings,
+    read_settings,
     read_version,
 )
 from rlmodules.networks.encoders import ObservationEncoder
@@ -110,6 +112,7 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 "conv_filters": config.conv_filters,
                 "conv_activation": config.conv_activation,
             },
+            one_hot_max_values=config.one_hot_max_values,
         )
 
     def build_core(self, config: MemoryConfig) -> MemoryCore:
@@ -132,6 +135,14 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
                 delattr(acting, name)
         return acting
 
+    @override(nn.Module)
+    def eval(self) -> Self:
+        """Sets eval mode; where the module is in it, so are its parts, and nothing is done.
+
+        RLlib calls this at each step of a rollout, where a walk over all parts takes its time.
+        """
+        return super().eval() if self.training else self
+
     @override(TorchRLModule)
     def get_metadata(self) -> dict[str, Any]:
         """RLlib's, with the version of the checkpoint's format."""
@@ -149,10 +160,22 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         """Loads weights from a module's checkpoint, all or none.
 
         Raises:
-            ValueError: If the checkpoint is of another version, or its weights do not fit.
+            ValueError: If the checkpoint is of another version, or its weights do not fit: the
+                message then names the settings that differ.
         """
         check_version(read_version(path, filesystem), type(self).__name__)
-        super().restore_from_path(path, filesystem=filesystem, **kwargs)
+        try:
+            super().restore_from_path(path, filesystem=filesystem, **kwargs)
+        except ValueError as error:
+            _, own = self.get_ctor_args_and_kwargs()
+            differing = differing_settings(read_settings(path, filesystem), own)
+            if not differing:
+                raise
+            raise ValueError(
+                f"The checkpoint of this {type(self).__name__} was saved with other settings, and "
+                f"its weights do not fit: {differing}. Nothing was loaded. Build the module with "
+                "the checkpoint's settings, or train a new one."
+            ) from error
 
     @override(TorchRLModule)
     def set_state(self, state: Mapping[str, Any]) -> None:

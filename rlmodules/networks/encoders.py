@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,8 @@ class ObservationEncoder(nn.Module):
       largest bound's absolute value, uint8 by 255, where that has at most 16 bits.
     - `Discrete`, `MultiDiscrete`: one-hot, with their `start`. A value outside the space, as it
       may stand in padding, gives zeros.
+    - Integers in a `Box` of any rank: one-hot too, where the bounds allow each of them at most
+      `one_hot_max_values` values.
     - `MultiBinary`: flattened, cast to float.
 
     Args:
@@ -104,6 +107,7 @@ class ObservationEncoder(nn.Module):
         activation: Activation after each layer, one of `ACTIVATIONS`.
         norm: Whether a LayerNorm without learned parameters follows the MLP.
         model_config: RLlib's model config; its `conv_*` keys configure the CNN.
+        one_hot_max_values: See above; 0 leaves all boxes numbers.
 
     Attributes:
         input_dim: Number of features before the MLP.
@@ -121,11 +125,15 @@ class ObservationEncoder(nn.Module):
         *,
         norm: bool = False,
         model_config: Mapping[str, Any] | None = None,
+        one_hot_max_values: int = 0,
     ) -> None:
         super().__init__()
         leaves = list(space_leaves(space))
         self._paths = [path for path, _ in leaves]
-        encoders = [_leaf_encoder(path, leaf, model_config or {}) for path, leaf in leaves]
+        encoders = [
+            _leaf_encoder(path, leaf, model_config or {}, one_hot_max_values)
+            for path, leaf in leaves
+        ]
         self.leaves = nn.ModuleList(encoders)
         self.input_dim = sum(encoder.output_dim for encoder in encoders)
         if self.input_dim < 1:
@@ -180,9 +188,12 @@ def _get(tree: Any, path: Path) -> Tensor:
 
 
 def _leaf_encoder(
-    path: Path, space: gym.Space, model_config: Mapping[str, Any]
+    path: Path, space: gym.Space, model_config: Mapping[str, Any], one_hot_max_values: int
 ) -> _Flatten | _OneHot | _Image:
     if isinstance(space, spaces.Box):
+        if _num_values(space) <= one_hot_max_values:
+            low, high = space.low.astype(int).reshape(-1), space.high.astype(int).reshape(-1)
+            return _OneHot(high - low + 1, low, rank=len(space.shape))
         flat = len(space.shape) != 3 or model_config.get("conv_filters") == []
         if flat:
             return _Flatten(space.shape, _pixel_scale(space))
@@ -198,6 +209,13 @@ def _leaf_encoder(
         "are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these: convert it "
         "in an observation wrapper or an env-to-module connector."
     )
+
+
+def _num_values(space: spaces.Box) -> float:
+    """How many values the bounds allow a number of the box at most; infinite for floats."""
+    if not np.issubdtype(space.dtype, np.integer) or not space.low.size:
+        return math.inf
+    return float(np.subtract(space.high, space.low, dtype=float).max()) + 1
 
 
 def _pixel_scale(space: spaces.Box) -> float:

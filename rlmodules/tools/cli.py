@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rlmodules.modules.checkpoints import find_checkpoint, load_modules
+from rlmodules.tools import curves, drawing, loading, tables
 from rlmodules.tools import describe as description
-from rlmodules.tools import drawing, loading, tables
 from rlmodules.tools import memory_map as maps
 
 app = typer.Typer(
@@ -45,7 +46,6 @@ def describe(
     """Prints a model and what it costs: parameters, states, arithmetic, rows, settings."""
     # `rlmodules` imports nothing of `connectors`, but for these commands, which sit on top of both.
     from connectors import MemoryLearnerMixin
-    from connectors.acting.loading import load_modules
 
     with _clear_errors("CONFIG|CHECKPOINT"):
         if Path(target).expanduser().is_dir():
@@ -80,7 +80,7 @@ def memory_map(
     A panel a layer and head with attention weights, else one a memory, by its gradient.
     """
     from connectors import MemoryPolicy
-    from connectors.acting.loading import find_checkpoint, load_parts
+    from connectors.acting.loading import load_parts
 
     with _clear_errors("CHECKPOINT"):
         parts = load_parts(checkpoint)
@@ -98,6 +98,29 @@ def memory_map(
     console.print(title, style="bold")
     tables.print_look_back(maps.look_back(found.layers), console)
     console.print(f"{out / 'memory_map.png'}, {out / 'memory_map.html'}", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders of runs, with `metrics.csv` of `make train` or `result.json` of Tune. "
+            "Those whose names differ in `-seed<n>` alone are one curve; so are all runs below a "
+            "folder.",
+        ),
+    ],
+    metric: Annotated[str | None, typer.Option(help="A column; left out: mean returns.")] = None,
+    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("compare.png"),
+) -> None:
+    """Draws the learning curves of runs, also of those that go on, with 95 % intervals."""
+    with _clear_errors("RUN..."):
+        found = curves.read_curves(runs, metric)
+    curves.draw_curves(found, out, label=metric or "mean return")
+    console = Console(highlight=False)
+    tables.print_curves(found, console)
+    console.print(str(out), soft_wrap=True)
 
 
 @contextmanager

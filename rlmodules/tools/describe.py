@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModule
 
 from rlmodules.memories.compilation import CPU_DELAY, has_toolchain
@@ -110,18 +111,35 @@ def _compile(module: Any, config: AlgorithmConfig | None) -> dict[str, Any] | No
 
 
 def _settings(module: Any) -> list[dict[str, Any]]:
-    """Every field of the module's config. Modules that are not ours: their model config."""
-    if not isinstance(module, BaseMemoryRLModule):
-        return [
-            {"name": name, "value": value} for name, value in (module.model_config or {}).items()
-        ]
-    settings = []
-    for field in dataclasses.fields(module.memory_config):
-        value = getattr(module.memory_config, field.name)
-        setting = {"name": field.name, "value": value}
-        if field.default_factory is not dataclasses.MISSING:
-            setting["default"] = field.default_factory()
-        elif field.default is not dataclasses.MISSING:
-            setting["default"] = field.default
-        settings.append(setting)
-    return settings
+    """Every field of the module's config; of modules that are not ours, what differs.
+
+    RLlib's model config has some forty fields, of which most configure networks that a module does
+    not build.
+    """
+    ours = isinstance(module, BaseMemoryRLModule)
+    config_class = type(module.memory_config) if ours else DefaultModelConfig
+    defaults = _defaults(config_class)
+    if ours:
+        names = [field.name for field in dataclasses.fields(config_class)]
+        values = {name: getattr(module.memory_config, name) for name in names}
+    else:
+        given = module.model_config or {}
+        values = {k: v for k, v in given.items() if k not in defaults or v != defaults[k]}
+    return [
+        {"name": name, "value": value} | ({"default": defaults[name]} if name in defaults else {})
+        for name, value in values.items()
+    ]
+
+
+def _defaults(config_class: Any) -> dict[str, Any]:
+    """By field, where it has one."""
+    # Not `is MISSING`: a class that was defined in a script is pickled with a copy of that.
+    missing = type(dataclasses.MISSING)
+    defaults = {}
+    for field in dataclasses.fields(config_class):
+        factory: Any = field.default_factory
+        if not isinstance(factory, missing):
+            defaults[field.name] = factory()
+        elif not isinstance(field.default, missing):
+            defaults[field.name] = field.default
+    return defaults

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.env.env_context import EnvContext
-from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from rlmodules.memories.memory import Memory, NoWeightsError
 from rlmodules.modules.base import MemoryCore
@@ -62,6 +61,8 @@ def make_env(config: AlgorithmConfig | None, name: str | None) -> gym.Env:
     Raises:
         ValueError: If there is no such environment.
     """
+    from connectors.setup.environments import registered_creator
+
     env: Any = name
     env_config: dict = {}
     if name is None:
@@ -73,10 +74,7 @@ def make_env(config: AlgorithmConfig | None, name: str | None) -> gym.Env:
     elif name.rpartition(":")[2].isidentifier() and ":" in name:
         env = load_object(name)
     context = EnvContext(env_config, worker_index=0)
-    # Private in Ray 2.60, which has no other way to ask for what `register_env` was given. A test
-    # fails if Ray renames it.
-    if not callable(env) and _global_registry.contains(ENV_CREATOR, env):
-        env = _global_registry.get(ENV_CREATOR, env)
+    env = registered_creator(env) or env
     if callable(env):
         return cast("gym.Env", env(context))
     try:

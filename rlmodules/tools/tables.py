@@ -8,6 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rlmodules.tools.curves import Curve
+
 Facts = dict[str, Any]
 
 
@@ -23,6 +25,16 @@ def print_look_back(rows: list[Facts], console: Console) -> None:
     """Prints how far back heads look, a line a head, a table a kind of map."""
     for kind in dict.fromkeys(row["kind"] for row in rows):
         console.print(_look_back(kind, [row for row in rows if row["kind"] == kind]))
+
+
+def print_curves(curves: dict[str, Curve], console: Console) -> None:
+    """Prints where each curve ends, with its confidence interval."""
+    table = _table("curve", "runs", "steps", "last", "95 %")
+    for name, curve in curves.items():
+        interval = "" if curve.half_width is None else f"+- {curve.half_width[-1]:.3f}"
+        steps, last = f"{curve.steps[-1]:,.0f}", f"{curve.mean[-1]:.3f}"
+        table.add_row(Text(name), str(curve.num_runs), steps, last, interval)
+    console.print(table)
 
 
 def _look_back(kind: str, rows: list[Facts]) -> Table:
@@ -51,9 +63,10 @@ def _module(module_id: str, facts: Facts) -> RenderableType:
     if "rows" in facts:
         rows = dict(facts["rows"])
         if rows["padding"] is not None:
-            rows["padding"] = f"{rows['padding']:.0%}"
+            rows["padding"] = f"{rows['padding']:.0%} if no episode ends"
         tables.append(_known(_table("rows, of full fragments", ""), rows))
-    tables.append(_settings(facts["settings"]))
+    if facts["settings"]:
+        tables.append(_settings(facts["settings"]))
     spaced = [line for table in tables for line in (table, "")]
     return Group(Text(f"Module {module_id}", "bold"), *spaced)
 

@@ -66,7 +66,7 @@ def test_a_table_and_its_tests():
         "table": [{"name": "one", "row": rows}],
         "refused": {"C": "r"},
     }
-    table = "|  | A | B |\n| --- | :-: | :-: |\n| x | yes | no <sup>1</sup> |\n| y | yes | yes |"
+    table = "|  | A | B |\n| --- | :-: | :-: |\n| x | ✓ | ✗ <sup>1</sup> |\n| y | ✓ | ✓ |"
     assert tables.table(data, "one") == f"{table}\n\n1. Why."
     section = tables.section(data, "one")
     assert "    - x\n\n        - A: `t[*]`\n        - B: `n`\n" in section

@@ -81,3 +81,38 @@ def test_what_memories_learned(tables, tmp_path, monkeypatch) -> None:
         "| --- | ---: | ---: |",
         "| deep linear attention, the default | 0.40 | 0.96 |",
     ]
+
+
+def test_popgym_is_readable_without_results(tables, tmp_path) -> None:
+    assert tables.popgym(tmp_path / "none.jsonl").startswith("No run is committed yet")
+    assert tables.popgym_pictures(tmp_path) == ""
+    for name in ("popgym-Autoencode.png", "popgym-memories.png"):
+        (tmp_path / name).touch()
+    assert tables.popgym_pictures(tmp_path).splitlines() == [
+        "![memories](images/popgym-memories.png)",
+        "",
+        "![Autoencode](images/popgym-Autoencode.png)",
+    ]
+    assert "| RepeatPrevious | 0.5 | 0.95 | 0.003 | the episode's | `gtrxl` |" in (
+        tables.popgym_settings()
+    )
+
+
+def test_popgym_with_one_run(tables, tmp_path) -> None:
+    settings = importlib.import_module("examples.popgym_tasks").settings
+    run = {
+        "trial": {"task": "RepeatPreviousHard", "memory": "gtrxl", "seed": 0, "lr": 5e-4},
+        "settings": settings("RepeatPreviousHard", "gtrxl"),
+        "max_steps": 300_000, "steps": [10_000, 20_000], "returns": [-0.4, 0.5], "solved": False,
+        "seconds": 7200, "parameters": 72_000,
+        "machine": {"cpu": "two cores", "device": "cpu", "threads": 1},
+    }  # fmt: skip
+    path = tmp_path / "popgym.jsonl"
+    path.write_text(json.dumps(run) + "\n" + json.dumps(run)[:50])
+    assert tables.popgym(path).splitlines()[2:] == [
+        "| RepeatPreviousHard | `gtrxl` | 0.500 | 1 | 20,000 | 0.191 | 0.191 | 20,000 |",
+        "",
+        "1 runs, 2.0 hours of training.",
+        "",
+        "`python -m benchmarks popgym` (cpu, two cores, threads: 1)",
+    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.arguments import parse
+from examples.arguments import common_settings, model_settings, parse, settings_text
 from examples.popgym_setup import (
     ENVS,
     MEMORIES,
@@ -91,6 +91,32 @@ def test_a_resumed_run_keeps_its_arguments(tmp_path):
     resumed, same = parse(["--resume", str(run.path), "--stop-timesteps", "5"])
     assert (resumed.env, resumed.seed, resumed.stop_timesteps) == ("RepeatFirstEasy", 7, 5)
     assert same.path == run.path
+
+
+def test_the_default_run_has_the_settings_of_its_published_results():
+    args, run = parse([])
+    assert run.path.name == "RepeatPreviousEasy-deep-seed0"
+    settings = common_settings(args)
+    assert settings["max_seq_len"] == 64
+    assert not {"hyperparameters", "fragment"} & settings.keys()
+    assert model_settings(args) == {"compile": "auto"}
+    changed = common_settings(parse(["--max-seq-len", "32"])[0])
+    assert changed == settings | {"max_seq_len": 32}
+
+
+def test_another_environment_has_settings_of_its_own_and_says_so():
+    args, run = parse(["--env", "RepeatPreviousHard"])
+    assert (args.memory, run.path.name) == ("gtrxl", "RepeatPreviousHard-gtrxl-seed0")
+    settings = common_settings(args)
+    assert (settings["max_seq_len"], settings["fragment"]) == (156, 310)
+    assert settings["hyperparameters"]["gamma"] == 0.5
+    assert model_settings(args)["memory_inference"] == 72
+    assert "gamma 0.5" in settings_text(args)
+    assert "Recommended memory: gtrxl; this run has gtrxl." in settings_text(args)
+    args, _ = parse(["--env", "RepeatPreviousHard", "--memory", "gru", "--max-seq-len", "64"])
+    assert args.memory == "gru"
+    assert common_settings(args)["max_seq_len"] == 64
+    assert "fragment" not in common_settings(args)
 
 
 def test_resume_without_a_run(tmp_path, capsys):

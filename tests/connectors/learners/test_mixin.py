@@ -190,3 +190,29 @@ def test_learner_of_the_user_inherits_everything():
     config = lstm_config(T).learners(learner_class=Mine)
     assert connect(config).learner_class is Mine
     assert Columns.LOSS_MASK == "loss_mask"
+
+
+def test_only_rllibs_default_optimizer_is_fused(built):
+    ((_, optimizer),) = built.get_optimizers_for_module("default_policy")
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+    class OwnOptimizer(MemoryPPOTorchLearner):
+        def configure_optimizers_for_module(self, module_id, config=None):
+            parameters = self.get_parameters(self.module[module_id])
+            self.register_optimizer(
+                module_id=module_id,
+                optimizer=torch.optim.Adam(parameters, foreach=False),
+                params=parameters,
+                lr_or_lr_schedule=config.lr,
+            )
+
+    config = connect(lstm_config(T)).copy(copy_frozen=False).learners(learner_class=OwnOptimizer)
+    learner = OwnOptimizer(
+        config=config,
+        module_spec=config.get_rl_module_spec(
+            spaces={"default_policy": (BOX, DISCRETE), "__env_single__": (BOX, DISCRETE)}
+        ),
+    )
+    learner.build()
+    ((_, optimizer),) = learner.get_optimizers_for_module("default_policy")
+    assert not any(group["fused"] for group in optimizer.param_groups)

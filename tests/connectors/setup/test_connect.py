@@ -4,6 +4,7 @@ import pickle
 
 import gymnasium as gym
 import pytest
+from ray import tune
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
@@ -32,7 +33,7 @@ from connectors import (
 )
 from connectors.rollout.build_module_batch import MapSpaces
 from connectors.setup import module_specs
-from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
+from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule, MemoryRLModule
 from tests.connectors.helpers import BOX, DISCRETE, CountingRLModule, lstm_config
 
 SPACES = {"__env_single__": (BOX, DISCRETE)}
@@ -402,3 +403,47 @@ def test_rows_are_packed_where_nobody_says_no(own, pack_rows):
 def test_packing_is_on_or_off():
     with pytest.raises(ValueError, match="`pack_rows` is 64, but must be True or False"):
         connect(lstm_config(4), pack_rows=64)
+
+
+def searching(**spaces):
+    model_config = {"memory": "gru", "max_seq_len": 8, "d_model": 16, **spaces}
+    return PPOConfig().environment("CartPole-v1").rl_module(model_config=model_config)
+
+
+def test_a_models_settings_may_be_search_spaces():
+    """With the memory's defaults beside them: RLlib's own would be those of the algorithm."""
+    space = tune.grid_search([8, 16])
+    config = connect(connect(searching(d_model=space)))
+    assert config.rl_module_spec.module_class is MemoryRLModule
+    assert config._model_config["d_model"] is space
+    assert config._model_config["vf_share_layers"] is True
+    trial = config.copy(copy_frozen=False)
+    trial.rl_module(model_config={**config._model_config, "d_model": 8})
+    module = trial.get_rl_module_spec(env=gym.make("CartPole-v1")).build()
+    assert (module.memory_config.d_model, module.memory_config.vf_share_layers) == (8, True)
+    assert len(pipelines(trial)) == 3
+
+
+@pytest.mark.parametrize(
+    ("spaces", "message"),
+    [
+        (
+            {"max_seq_len": tune.choice([8, 16])},
+            "`max_seq_len` is a search space, .* needs a value",
+        ),
+        ({"memory": tune.choice(["gru", "lstm"])}, "`memory` is a search space, .* needs a value"),
+        ({"d_modle": tune.choice([8, 16])}, "`d_modle` is no setting of GRUConfig"),
+        ({"d_model": tune.choice([8]), "num_layers": "2"}, "`num_layers` is '2', but must be"),
+    ],
+)
+def test_searches_that_cannot_be(spaces, message):
+    with pytest.raises(ValueError, match=message):
+        connect(searching(**spaces))
+
+
+def test_a_trial_checks_what_it_drew():
+    config = connect(searching(d_model=tune.choice([0])))
+    trial = config.copy(copy_frozen=False)
+    trial.rl_module(model_config={**config._model_config, "d_model": 0})
+    with pytest.raises(ValueError, match="`d_model` is 0, but must be"):
+        pipelines(trial)

@@ -42,6 +42,7 @@ NUM_STEPS = 50
 T, WINDOW = 4, 3
 
 FLOATS = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
+GRID = gym.spaces.Box(0, 4, (3, 3), np.uint8)
 IMAGE = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
 NESTED = gym.spaces.Dict(
     {
@@ -97,6 +98,7 @@ QUICK = {
     "GTrXL, Q": (MemoryQRLModule, GTRXL, DISCRETE, DISCRETE),
     "POPGym": (MemoryRLModule, POPGYM | IMAGES, IMAGE, DISCRETE),
     "POPGym, max": (MemoryRLModule, DEEP_POPGYM | MAX, FLOATS, TREE),
+    "one-hot": (MemoryRLModule, SMALL | {"one_hot_max_values": 5}, GRID, DISCRETE),
     "RLlib's LSTM": (DefaultPPOTorchRLModule, LSTM, FLOATS, BOX),
     **{name: (MemoryRLModule, config, FLOATS, DISCRETE) for name, config in OTHERS.items()},
 }
@@ -416,8 +418,8 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     stateless = build(DefaultPPOTorchRLModule, {"fcnet_hiddens": [8]}, FLOATS, DISCRETE)
     with pytest.raises(ValueError, match="`module` is a DefaultPPOTorchRLModule without a state"):
         export_torch(stateless, path)
-    with pytest.raises(TypeError, match="`module` is a str"):
-        export_torch("checkpoint", path)
+    with pytest.raises(TypeError, match="`module` is a list"):
+        export_torch([stateless], path)
     nested = gym.spaces.Dict({"a.b": FLOATS, "a": gym.spaces.Dict({"b": FLOATS})})
     with pytest.raises(ValueError, match="The keys of `obs`"):
         export_torch(build(LinearAttentionRLModule, LINEAR, nested, DISCRETE), path)

@@ -472,3 +472,17 @@ def test_unsupported_space():
         build(gym.spaces.Text(5))
     with pytest.raises(ValueError, match="action space"):
         build(action_space=gym.spaces.MultiBinary(2))
+
+
+def test_eval_reaches_all_parts_and_walks_once(monkeypatch):
+    module = MemoryRLModule(
+        observation_space=BOX,
+        action_space=DISCRETE,
+        model_config={**SMALL, "memory": "linear_attention"},
+    )
+    assert module.train().eval() is module
+    assert not any(part.training for part in module.modules())
+    walks = []
+    monkeypatch.setattr(module, "train", lambda mode=True: walks.append(mode))
+    module.eval()
+    assert not walks

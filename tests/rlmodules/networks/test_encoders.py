@@ -170,6 +170,33 @@ def test_images_without_convolutions_are_flattened() -> None:
     torch.testing.assert_close(encoder(obs), torch.as_tensor(flat))
 
 
+@pytest.mark.parametrize("shape", [(), (4,), (3, 2), (2, 3, 2)])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint64])
+def test_integers_of_boxes_as_one_hot(shape, dtype) -> None:
+    """As gymnasium flattens the MultiDiscrete of the same numbers."""
+    low = 0 if np.issubdtype(dtype, np.unsignedinteger) else -2
+    space = spaces.Box(low, low + 3, shape, dtype)
+    same = spaces.MultiDiscrete(np.full(shape or (1,), 4), start=np.full(shape or (1,), low))
+    encoder = ObservationEncoder(space, [], None, one_hot_max_values=4)
+    samples = [space.sample() for _ in range(6)]
+    flat = [spaces.flatten(same, np.reshape(x, shape or (1,)).astype(int)) for x in samples]
+    expected = torch.as_tensor(np.array(flat)).view(2, 3, -1).float()
+    torch.testing.assert_close(encoder(stack(samples, (2, 3))), expected)
+
+
+def test_which_boxes_become_one_hot() -> None:
+    picture, grid = spaces.Box(0, 255, (8, 8, 3), np.uint8), spaces.Box(0, 4, (5, 5), np.int64)
+    wide, floats = spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64), spaces.Box(0, 1, (3,))
+    uneven = spaces.Box(np.array([0, -1]), np.array([6, 1]), dtype=np.int64)
+    space = spaces.Tuple([picture, grid, wide, floats, uneven])
+    encoder = ObservationEncoder(
+        space, [], None, model_config={"conv_filters": [[4, 3, 2], [8, 8, 8]]}, one_hot_max_values=7
+    )
+    assert [leaf.output_dim for leaf in encoder.leaves] == [8, 25 * 5, 2, 3, 7 + 3]
+    fewer = ObservationEncoder(spaces.Tuple([grid, uneven]), [], None, one_hot_max_values=6)
+    assert [leaf.output_dim for leaf in fewer.leaves] == [25 * 5, 2]
+
+
 def test_values_outside_the_space_are_zeros() -> None:
     """Padding holds 0, which a space that starts at 3 does not contain."""
     encoder = ObservationEncoder(spaces.Discrete(2, start=3), [], None)

@@ -331,6 +331,13 @@ def test_settings_that_differ():
     assert settings["max_seq_len"] == {"value": T}
 
 
+def test_of_rllibs_modules_only_what_differs_is_told():
+    settings = described(place(lstm))["modules"]["default_policy"]["settings"]
+    assert {setting["name"]: setting["value"] for setting in settings} == {
+        "use_lstm": True, "max_seq_len": T, "lstm_cell_size": 5, "fcnet_hiddens": [6]
+    }  # fmt: skip
+
+
 def test_a_module_alone(checkpoints):
     path, _ = checkpoints(dqn)
     alone, whole = described(f"{path}/{MODULE}"), described(path)
