@@ -9,12 +9,16 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jupytext
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 # markdown-exec's blocks carry options behind `python`; they run when the site is built.
 FENCE = re.compile(r"^( *)```(?:py|python)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+# Tutorials train until a return is reached, for at most so many iterations.
+ITERATIONS = re.compile(r"^iterations = \d+$", re.MULTILINE)
+TUTORIALS = [path for path in (ROOT / "docs" / "tutorials").glob("*.md") if path.stem != "index"]
 PRINTED = re.compile(r"^ *#> ?(.*)$", re.MULTILINE)
 
 
@@ -35,13 +39,19 @@ def _scripts(path: Path) -> list[tuple[str, str]]:
     return [(name, script)] if blocks else []
 
 
+def _marks(code: str) -> list:
+    """Serving and export take longer than the rest of the pages together."""
+    marks = {"build_algo": pytest.mark.ray, "\nserve.run": pytest.mark.slow}
+    return [mark for text, mark in marks.items() if text in code]
+
+
 def _parameters() -> list:
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     paths += sorted(
         path for name in ("rlmodules", "connectors") for path in (ROOT / name).rglob("*.py")
     )
     return [
-        pytest.param(name, code, id=name, marks=[pytest.mark.ray] if "build_algo" in code else [])
+        pytest.param(name, ITERATIONS.sub("iterations = 1", code), id=name, marks=_marks(code))
         for path in paths
         for name, code in _scripts(path)
     ]
@@ -57,10 +67,37 @@ def test_snippet(name: str, code: str, tmp_path, monkeypatch) -> None:
 
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
-    # Compilation has its own tests, and takes longer than all snippets.
-    with contextlib.redirect_stdout(printed), torch.compiler.set_stance("force_eager"):
-        exec(compile(code, name.split(":")[0], "exec"), {"__name__": "__main__"})
-    assert printed.getvalue().splitlines() == PRINTED.findall(code)
+    with contextlib.redirect_stdout(printed):
+        _run(name, code)
+    if not ITERATIONS.search(code):
+        assert printed.getvalue().splitlines() == PRINTED.findall(code)
+
+
+def _run(name: str, code: str) -> dict:
+    """What the code leaves. Compilation has its own tests, and takes longer than all snippets."""
+    left = {"__name__": "__main__"}
+    with torch.compiler.set_stance("force_eager"):
+        exec(compile(code, name.split(":")[0], "exec"), left)
+    return left
+
+
+@pytest.mark.ray
+@pytest.mark.learning
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorials_reach_their_return(path: Path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ((name, code),) = _scripts(path)
+    left = _run(name, code)
+    assert left["mean_return"] >= left["goal"]
+    assert left.get("same_actions", True)
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorials_are_notebooks(path: Path) -> None:
+    notebook = jupytext.read(path)
+    assert notebook.metadata["kernelspec"]["language"] == "python"
+    code = "".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    assert len(ITERATIONS.findall(code)) == 1
 
 
 @pytest.mark.slow
