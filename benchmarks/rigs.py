@@ -200,7 +200,7 @@ def memory_config(
         config.multi_agent(policies={"shared"}, policy_mapping_fn=_shared_module)
     use_memory(config, module_class, model_config)
     if connected:
-        connect(config)
+        connect(config, pack_rows=False)  # the same rows on both sides
     return config
 
 

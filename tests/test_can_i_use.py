@@ -120,10 +120,23 @@ class OwnGRU(Memory):
         return {"h": torch.zeros(self.output_dim)}
 
     def forward(self, x, state, *, valid=None, resets=None):
+        if resets is not None:
+            return self.step_by_step(x, state, valid, resets)
         y, h = self.gru(mask_padding(x, valid), state["h"][None].contiguous())
         if valid is None:
             return y, {"h": h[0]}
         return y, {"h": y[torch.arange(len(y)), valid.sum(1) - 1]}
+
+    def step_by_step(self, x, state, valid, resets):
+        h, outputs = state["h"], []
+        valid = torch.ones_like(resets) if valid is None else valid
+        x = mask_padding(x, valid)
+        for t in range(x.shape[1]):
+            before = torch.where((resets & valid)[:, t, None], 0.0, h)
+            y, after = self.gru(x[:, t : t + 1], before[None].contiguous())
+            h = torch.where(valid[:, t, None], after[0], h)
+            outputs.append(y)
+        return torch.cat(outputs, 1), {"h": h}
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -60,7 +60,7 @@ def check_rows(runner, episodes, max_seq_len, known):
     Returns:
         The number of rows.
     """
-    columns = BuildTrainBatch()(
+    columns = BuildTrainBatch(pack_rows=False)(
         rl_module=runner.module, batch={}, episodes=episodes, shared_data={}
     )
     groups = agents_by_module(episodes)

@@ -104,7 +104,8 @@ def test_the_learner_sees_what_each_agent_saw(schedule, tmp_path):
     random.Random(0).shuffle(rows.rows)
     ids = {episode.id_ for episode in samples if len(episode)}
     assert len(ids) < len(samples)
-    config = connect(offline(BCConfig, tmp_path, schedule=schedule))
+    # Unpacked: rows in the order of what was recorded.
+    config = connect(offline(BCConfig, tmp_path, schedule=schedule), pack_rows=False)
     episodes = read(rows, config, len(ids))
     assert {episode.id_ for episode in episodes} == ids
 

@@ -98,7 +98,8 @@ def test_states_go_on_as_in_the_rollout(schedule, config_class, tmp_path):
     config = configure(config_class(), schedule).offline_data(
         input_=[str(tmp_path)], input_read_episodes=True, dataset_num_iters_per_learner=1
     )
-    connect(config, episodes_per_trial=EPISODES)
+    # Unpacked: rows in the order of what was recorded.
+    connect(config, episodes_per_trial=EPISODES, pack_rows=False)
     # A second pass, too: what it repeats follows nothing.
     trials = read(tmp_path, config, len(numbers) + 2)
     assert sorted(map(len, trials[: len(numbers)])) == sorted(map(len, numbers.values()))
