@@ -2,11 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks import journal
 
 RESULTS = Path(__file__).parent / "results" / "popgym.jsonl"
 EPISODES = 200
@@ -70,27 +71,13 @@ class Run:
 
 
 def load(path: Path = RESULTS) -> list[Run]:
-    """The runs of a file; none if there is no file.
-
-    What follows its last line break was being written when a campaign was killed, and is left out.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")[:-1]
-    entries = [json.loads(line) for line in lines]
-    return [Run(**{**entry, "trial": Trial(**entry["trial"])}) for entry in entries]
+    """The runs of a file; none if there is no file."""
+    return [Run(**{**entry, "trial": Trial(**entry["trial"])}) for entry in journal.read(path)]
 
 
 def append(path: Path, run: Run) -> None:
-    """Adds a run to a file, on the disk when this returns; cuts off a line without an end."""
-    line = json.dumps(asdict(run), allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+    """Adds a run to a file."""
+    journal.append(path, asdict(run))
 
 
 def current(runs: Iterable[Run], settings_of: Any) -> list[Run]:

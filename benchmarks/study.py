@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import memory_peers
+from benchmarks import journal, memory_peers
 from benchmarks.harness import Record, machine_info, record
 from benchmarks.memory_peers import attention, count, frame, of_equal_size
 from benchmarks.probes import PROBES, Model, train
@@ -202,18 +202,15 @@ def carry_out(trial: Trial) -> tuple[Trial, Outcome]:
 
 def load(path: Path) -> Outcomes:
     """The trials of a file, a line each; none if there is no file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    entries = map(json.loads, lines)
+    entries = journal.read(path)
     return {Trial(**entry["trial"]): Outcome(**entry["outcome"]) for entry in entries}
 
 
 def append(path: Path, trial: Trial, outcome: Outcome) -> None:
     """Writes a trial at the end of a file, and on the terminal."""
-    line = json.dumps({"trial": asdict(trial), "outcome": asdict(outcome)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(line + "\n")
-    print(line, flush=True)
+    entry = {"trial": asdict(trial), "outcome": asdict(outcome)}
+    journal.append(path, entry)
+    print(json.dumps(entry), flush=True)
 
 
 def summary(
