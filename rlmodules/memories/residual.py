@@ -60,8 +60,8 @@ class Mixer(nn.Module, abc.ABC):
         Args:
             h: Normalised inputs, `(B, T, D)`; finite in the padding.
             state: Each row's state before its first step.
-            turn: What `rotation` returns for the steps, `(B, T, rotated_dim)`; None without rotary
-                positions.
+            turn: What `rotation` returns for the steps, `(B, T, 2 rotated_dim)`; None without
+                rotary positions.
             valid: False on right padding, `(B, T)` bool, or None.
             resets: True where a new episode starts, `(B, T)` bool, or None.
 
