@@ -228,6 +228,10 @@ def test_no_module_in_common(name, interval, tmp_path):
         start = of_all_learners(algo, weights)
         for _ in range(3):
             algo.train()
-        assert all(equal(start[0], state) for state in settled(algo)[0])
+        # Not to the last bit: target networks moved towards equal weights round.
+        for state in settled(algo)[0]:
+            for name, module in start[0].items():
+                for key, value in module.items():
+                    np.testing.assert_allclose(state[name][key], value, atol=1e-6)
     finally:
         algo.stop()
