@@ -76,8 +76,9 @@ class MemoryConfig(abc.ABC):
     twice the state."""
 
     compile: Literal["auto"] | bool = "auto"
-    """Whether training runs a compiled memory: True, False, or "auto": where a compiler exists, on
-    CPUs only after five minutes of training, since compiling takes half a minute to two."""
+    """Whether the memory runs compiled: True, in training and in rollouts; False; or "auto", in
+    training where a compiler exists, on CPUs only after five minutes of it, since compiling takes
+    half a minute to two."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Refuses misspelt names: Python's own error has no suggestion."""

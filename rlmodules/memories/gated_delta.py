@@ -51,8 +51,7 @@ class GatedDeltaMixer(HeadsMixer):
         if turn is not None:
             qk = rotate(qk, turn)
         out, S = delta_rule(
-            qk[0],
-            qk[1],
+            *qk.unbind(),
             v,
             self.written_share(h),
             state["S"],

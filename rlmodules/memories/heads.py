@@ -140,7 +140,9 @@ class HeadsMixer(Mixer):
                 qkv = F.silu(qkv)
         # One copy here; what follows is several times slower on permuted strides.
         qkv = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads).contiguous()
-        return qkv[:2], qkv[2], new_state
+        # `split`, not slices: the gradient of a slice fills a tensor of the whole's size.
+        qk, v = qkv.split([2, 1])
+        return qk, v.squeeze(0), new_state
 
     def log_decay(self, h: Tensor, S: Tensor) -> Tensor | None:
         """Logarithm of each head's decay `(B, H, T)`, in the state's dtype."""

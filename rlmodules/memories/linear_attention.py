@@ -62,8 +62,7 @@ class LinearAttentionMixer(HeadsMixer):
             v = v * self.written_share(h)[..., None]
         S, normalize = state["S"], self.normalizer == "sum"
         out, (new_S, z) = linear_attention(
-            qk[0],
-            qk[1],
+            *qk.unbind(),
             v,
             (S, state["z"] if normalize else S[..., 0]),
             log_decay=self.log_decay(h, S),

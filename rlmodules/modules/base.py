@@ -120,8 +120,18 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         encoder: Any = self.build_encoder(config)
         return MemoryCore(encoder, config.build_memory(encoder.output_dim))
 
+    @override(TorchRLModule)
+    def forward_exploration(self, batch: Mapping[str, Any], **kwargs: Any) -> Any:
+        """RLlib's; where `compile` is True, a rollout's steps run compiled as well.
+
+        Not with "auto": an EnvRunner that compiles for a minute may miss RLlib's deadline.
+        """
+        if self.memory_config.compile is True:
+            self.compile_cores()
+        return super().forward_exploration(batch, **kwargs)
+
     def compile_cores(self) -> None:
-        """Compiles the memories. Called where training happens, so that EnvRunners do not."""
+        """Compiles the memories, if the config says so and they are not compiled yet."""
         device = next(self.parameters()).device
         for core in self.children():
             if isinstance(core, MemoryCore):

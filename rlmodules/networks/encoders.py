@@ -268,7 +268,9 @@ class _OneHot(nn.Module):
         if not x.is_floating_point():
             # PyTorch neither gathers nor compares unsigned integers of more than 8 bits.
             components = components.long()
-        return (components[..., self.index] == self.values).to(dtype)
+        if len(self._sizes) > 1:  # a single one is compared with all values as it is
+            components = components[..., self.index]
+        return (components == self.values).to(dtype)
 
 
 class _Image(nn.Module):

@@ -357,10 +357,20 @@ def test_steps_counted_in_python_are_not_compiled_for_ever(traces):
     assert traces[FORWARD] < 12
 
 
-def test_rollouts_are_not_compiled(traces):
-    runner = build()
-    runner.forward_exploration(batch_of(runner, 4))
-    assert not traces
+def test_rollouts_are_compiled_if_asked_to(traces, monkeypatch):
+    monkeypatch.setattr(compilation, "CPU_DELAY", 0.0)
+    outputs = {}
+    for mode in (False, "auto", True):
+        runner = build(compile=mode)
+        step = batch_of(runner, 4)
+        step[Columns.OBS] = step[Columns.OBS][:, :1]
+        del step[Columns.SEQ_LENS]
+        with torch.no_grad():
+            runner.forward_inference(step)
+            assert not traces
+            outputs[mode] = [runner.forward_exploration(step) for _ in range(3)]
+        assert traces[NO_GRAD] == (1 if mode is True else 0)
+    assert_close(outputs[True], outputs[False])
 
 
 def test_inductor():
