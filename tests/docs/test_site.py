@@ -78,6 +78,8 @@ def test_pages(browser: webdriver.Chrome, width: int, scheme: str) -> None:
     ("words", "page"),
     [
         ("hyperparameters", "how-to/settings.html"),
+        ("gamma", "how-to/settings.html"),
+        ("learning rate", "how-to/settings.html"),
         ("one-hot", "how-to/inputs.html"),
         ("PettingZoo", "how-to/multi-agent.html"),
         ("relative path", "how-to/checkpoints.html"),
