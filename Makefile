@@ -25,7 +25,7 @@ help:
 	@echo "make test-ray       the quick tests that start Ray;  make test-ray RAY=2.58.1: with that Ray"
 	@echo "make test-slow      the tests that take minutes each"
 	@echo "make test-learning  the tests that train until a return is reached"
-	@echo "make test-site      the built site in the system's Chromium: all pages, two widths, light and dark"
+	@echo "make test-site      the built site in the system's Chromium, and the page of \`watch\`"
 	@echo "make gpu            the tests that need a GPU, then the benchmarks there (eight minutes)"
 	@echo "make lint           ruff and pyright;  make format: apply ruff's fixes"
 	@echo "make bench          all benchmarks, tables on the screen"
@@ -58,7 +58,7 @@ test-learning: $(STAMP)
 	$(BIN)/python -m pytest -m learning --timeout 7200 $(ARGS)
 
 test-site: docs
-	$(BIN)/python -m pytest -m site tests/docs $(ARGS)
+	$(BIN)/python -m pytest -m site tests/docs tests/rlmodules/tools $(ARGS)
 
 # Short rounds: eight minutes for all of it. Without a GPU it stops at the first line.
 CUDA := --device cuda --seconds 0.5

@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from benchmarks.curves import Curve, train_curve
 from benchmarks.harness import Record, check, machine_info, record
 from examples.popgym_setup import HYPERPARAMETERS, build_config, start_ray
+from rlmodules.tools.drawing import EITHER_GROUND
 
 ENV = "RepeatPreviousEasy"
 PEER = "rllib-lstm"
@@ -27,11 +28,6 @@ GOAL = 0.9
 PEER_LEARNING_RATES = (1e-3, 3e-4)
 # Less than half of the peer's steps and seconds.
 TARGET = 2.0
-# What is written stands out from white and from black; the ground is transparent.
-GREY = "#808080"
-EITHER_GROUND: Any = {
-    f"{part}color": GREY for part in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.")
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,11 +13,13 @@ from matplotlib.ticker import MaxNLocator
 from benchmarks.popgym_runs import Run
 from benchmarks.popgym_scores import PUBLISHED, aggregate
 from examples import popgym_tasks
+from rlmodules.tools.drawing import EITHER_GROUND
 
 CURVES = "popgym-{family}.png"
 MEMORIES = "popgym-memories.png"
 
 
+@matplotlib.rc_context(EITHER_GROUND)
 def draw(runs: Sequence[Run], directory: Path) -> None:
     """Draws a picture for each family that has runs, and one of all memories.
 
@@ -36,23 +38,24 @@ def draw(runs: Sequence[Run], directory: Path) -> None:
 
 
 def _curves(runs: Sequence[Run], family: str) -> Figure:
-    """A panel a level, a line a seed."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(popgym_tasks.LEVELS))
+    """A panel a level that has runs, a line a seed."""
+    ran = {run.trial.task for run in runs}
+    tasks = [task for level in popgym_tasks.LEVELS if (task := family + level) in ran]
+    figure = Figure(figsize=(1 + 3.4 * len(tasks), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     shown: dict[str, Artist] = {}
-    for axes, level in zip(panels, popgym_tasks.LEVELS, strict=True):
-        task = family + level
+    for axes, task in zip(panels, tasks, strict=True):
         for run in runs:
             if run.trial.task == task:
                 (line,) = axes.plot(
-                    run.steps, run.returns, color=color(run.trial.memory), linewidth=1, alpha=0.8
+                    run.steps, run.returns, color=color(run.trial.memory), linewidth=1.5
                 )
                 axes.plot(run.steps[-1], run.returns[-1], "o", color=line.get_color(), ms=3)
                 shown.setdefault(run.trial.memory, line)
         _decorate(axes, task)
     panels[0].set_ylabel("mean return over 200 episodes")
     figure.legend(
-        list(shown.values()), list(shown), loc="outside lower center", ncols=7, frameon=False
+        list(shown.values()), list(shown), loc="outside lower center", ncols=4, frameon=False
     )
     return figure
 
@@ -90,5 +93,5 @@ def color(memory: str) -> tuple:
 
 def _save(figure: Figure, path: Path) -> None:
     unfinished = path.with_suffix(".unfinished.png")
-    figure.savefig(unfinished, dpi=110)
+    figure.savefig(unfinished, dpi=110, transparent=True)
     unfinished.replace(path)

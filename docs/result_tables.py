@@ -162,17 +162,17 @@ def popgym_settings() -> str:
     lines = [
         [
             name,
+            f"`{family.memory}`",
+            family.why.strip(),
             f"{family.gamma:g}",
             f"{family.lambda_:g}",
             f"{family.entropy_coeff:g}",
             "the episode's" if family.row_steps is None else str(family.row_steps),
-            f"`{family.memory}`",
-            family.why.strip(),
         ]
         for name, family in tasks.FAMILIES.items()
     ]
-    headings = ("", "gamma", "lambda", "entropy", "steps a row", "memory", "why")
-    return markdown(headings, lines, num_names=1)
+    headings = ("", "memory", "why", "gamma", "lambda", "entropy", "steps a row")
+    return markdown(headings, lines, num_names=3)
 
 
 def _popgym_records(path: Path) -> list[Row]:

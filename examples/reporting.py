@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core import ALL_MODULES, DEFAULT_MODULE_ID
 from ray.rllib.utils.metrics import (
     ENV_RUNNER_RESULTS,
     EPISODE_RETURN_MAX,
@@ -33,6 +33,8 @@ def metrics_row(result: dict[str, Any], last: dict[str, Any], seconds: float) ->
     """
     runners = result[ENV_RUNNER_RESULTS]
     learner = result.get(LEARNER_RESULTS, {}).get(DEFAULT_MODULE_ID, {})
+    norms = runners.get(DEFAULT_MODULE_ID, {}).get("memory", {}).get("state_norm_mean", {})
+    everywhere = result.get(LEARNER_RESULTS, {}).get(ALL_MODULES, {}).get("memory", {})
     evaluation = result.get(EVALUATION_RESULTS, {}).get(ENV_RUNNER_RESULTS, {})
     env_steps = int(result[NUM_ENV_STEPS_SAMPLED_LIFETIME])
     nan = float("nan")
@@ -47,6 +49,8 @@ def metrics_row(result: dict[str, Any], last: dict[str, Any], seconds: float) ->
         "evaluation_return_mean": float(evaluation.get(EPISODE_RETURN_MEAN, nan)),
         "steps_per_second": round((env_steps - last["env_steps"]) / (seconds - last["seconds"]), 1),
         "padding_share": round(float(learner.get("memory", {}).get("padding_share", nan)), 4),
+        "state_norm_mean": float(max(norms.values(), default=nan)),  # of the largest leaf
+        "largest_gradient": float(everywhere.get("largest_gradient", nan)),
         **{name: float(learner.get(name, nan)) for name in LEARNER_METRICS},
     }
 

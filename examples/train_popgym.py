@@ -204,6 +204,7 @@ def _run(args: argparse.Namespace, run: RunDir, stop: StopRequest, console: Cons
         f"[bold]{args.env}[/], {MEMORIES[args.memory]}: {num_parameters:,} parameters, "
         f"to a mean return of {args.stop_reward:g}"
     )
+    console.print(f"Curves while it trains: [bold]python -m rlmodules watch {_short(run.path)}[/]")
     with Display(args.memory, console, args.stop_timesteps) as display:
         reached = train(args, algo, run, stop, display)
     algo.stop()

@@ -1,4 +1,4 @@
-"""`python -m rlmodules`: describes models, draws what memories attend to, compares runs."""
+"""`python -m rlmodules`: describes models, maps memories, compares and watches runs."""
 
 import sys
 

@@ -1,7 +1,9 @@
-"""What all tests share: seeds, NaN in uninitialised memory, one Ray a test process."""
+"""What all tests share: seeds, NaN in uninitialised memory, one Ray a test process, one
+browser."""
 
 import inspect
 import os
+import shutil
 import sys
 
 # Before Ray or matplotlib are imported, and inherited by the processes that Ray starts.
@@ -87,3 +89,24 @@ def _ray(request: pytest.FixtureRequest) -> None:
     """Starts Ray once, for the first test that is marked `ray`."""
     if request.node.get_closest_marker("ray"):
         request.getfixturevalue("_ray_session")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory):
+    """The system's Chromium with an empty profile, one for all tests marked `site`."""
+    from selenium import webdriver
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromedriver = shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    quiet = ("background-networking", "component-update", "sync", "gpu", "quic")
+    for argument in ("headless", "no-sandbox", "no-first-run", *(f"disable-{x}" for x in quiet)):
+        options.add_argument(f"--{argument}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    yield driver
+    driver.quit()

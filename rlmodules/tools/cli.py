@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from rlmodules.modules.checkpoints import find_checkpoint, load_modules
 from rlmodules.tools import curves, drawing, loading, tables
 from rlmodules.tools import describe as description
 from rlmodules.tools import memory_map as maps
+from rlmodules.tools.watch import WatchServer
 
 app = typer.Typer(
     add_completion=False,
@@ -27,7 +28,7 @@ app = typer.Typer(
 
 @app.callback()
 def _quiet() -> None:
-    """Describes models with memory, and draws which steps their memory takes from."""
+    """Describes models with memory, draws which steps they take from, compares and watches runs."""
     logging.getLogger("ray").setLevel(logging.ERROR)
 
 
@@ -121,6 +122,28 @@ def compare(
     console = Console(highlight=False)
     tables.print_curves(found, console)
     console.print(str(out), soft_wrap=True)
+
+
+@app.command()
+def watch(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders of runs, or with runs in them, as `compare` takes them. Those that begin "
+            "there later appear too.",
+        ),
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the page; 0: any that is free.")
+    ] = 8600,
+) -> None:
+    """Serves a page with the curves of runs, which goes on while they do, until Ctrl-C."""
+    with _clear_errors("RUN..."):
+        server = WatchServer(runs, port)
+    Console().print(f"Open http://127.0.0.1:{server.server_port} in a browser. Ctrl-C ends it.")
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy import stats
 
-# File of a run, its column of environment steps, and the metric that is drawn if none is named:
-# those of `examples.train_popgym` and of Tune.
-_FILES = {
-    "metrics.csv": ("env_steps", "return_mean"),
-    "result.json": ("num_env_steps_sampled_lifetime", "env_runners/episode_return_mean"),
-}
+from rlmodules.tools.runs import default_metric, files_of, read
+
 _SEED = re.compile(r"[-_]seed\d+$")
 _NUM_POINTS = 200
 
@@ -58,7 +53,7 @@ def read_curves(folders: Sequence[Path], metric: str | None = None) -> dict[str,
     runs: dict[str, list[pd.Series]] = {}
     for folder in folders:
         name = _SEED.sub("", folder.expanduser().absolute().name)
-        runs.setdefault(name, []).extend(_read(file, metric) for file in _files_of(folder))
+        runs.setdefault(name, []).extend(_measured(file, metric) for file in files_of(folder))
     return {name: _together(each) for name, each in runs.items()}
 
 
@@ -81,46 +76,22 @@ def draw_curves(curves: dict[str, Curve], path: Path, *, label: str) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _files_of(folder: Path) -> list[Path]:
-    folder = folder.expanduser()
-    for places in (folder.glob, folder.rglob):
-        for name in _FILES:
-            if found := sorted(places(name)):
-                return found
-    raise ValueError(
-        f"`RUN` is {str(folder)!r}, where no run has written {' or '.join(_FILES)}. Give the "
-        "folder of a run, or one with runs in it: an experiment of Tune's, for example."
-    )
-
-
-def _read(file: Path, metric: str | None) -> pd.Series:
+def _measured(file: Path, metric: str | None) -> pd.Series:
     """The metric by environment steps, without the iterations in which nothing was measured."""
-    steps, default = _FILES[file.name]
-    metric = metric or default
-    table = pd.read_csv(file) if file.suffix == ".csv" else _read_results(file)
-    if metric not in table or steps not in table:
+    metric = metric or default_metric(file)
+    table = read(file)
+    if metric not in table:
         raise ValueError(
             f"`--metric` is {metric!r}, but {str(file)!r} has the columns {list(table)}. Give one "
             "of these."
         )
-    measured = table.set_index(steps)[metric].dropna()
+    measured = table[metric].dropna()
     if measured.empty:
         raise ValueError(
             f"`--metric` is {metric!r}, of which {str(file)!r} has no value yet. Wait until an "
             "episode has ended, or give another one."
         )
     return measured
-
-
-def _read_results(file: Path) -> pd.DataFrame:
-    """Tune's file of results. Its `progress.csv` has the columns of the first of them only."""
-    results = []
-    for line in file.read_text().splitlines():
-        try:
-            results.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # the last line of a run that is writing it
-    return pd.json_normalize(results, sep="/")
 
 
 def _together(runs: Sequence[pd.Series]) -> Curve:

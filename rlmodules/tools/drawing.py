@@ -6,17 +6,28 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from rlmodules.tools.memory_map import Layer, MemoryMap
 
 _TEMPLATE = Path(__file__).with_name("memory_map.html")
 _PANEL = 2.2  # inches
+_SIGNS = ListedColormap(["tab:blue", "tab:red"])
+# What is written stands out from white and from black: such pictures have no ground of their own.
+EITHER_GROUND: Any = {
+    f"{part}color": "#808080" for part in ("text.", "axes.label", "axes.edge", "xtick.", "ytick.")
+}
 
 
+@matplotlib.rc_context(EITHER_GROUND)
 def draw_png(memory_map: MemoryMap, path: Path, *, title: str) -> None:
-    """Draws a panel for each layer and head, each with a colour scale of its own."""
+    """Draws a panel for each layer and head, each with a colour scale of its own.
+
+    The smaller a weight, the more its cell shows of the ground, white or black.
+    """
     layers = memory_map.layers
     num_heads = max(len(layer.heads) for layer in layers)
     # Not pyplot: no backend is chosen, no window opened.
@@ -30,13 +41,13 @@ def draw_png(memory_map: MemoryMap, path: Path, *, title: str) -> None:
             panel.set_axis_off()
         for head, (panel, weights) in enumerate(zip(row, layer.heads, strict=False)):
             largest = np.abs(weights).max()
-            hidden = np.where(np.tri(len(weights), dtype=bool), weights, np.nan)
-            panel.imshow(hidden, cmap="RdBu_r", vmin=-largest, vmax=largest)
+            shares = np.abs(weights) / (largest or 1.0)
+            panel.imshow(weights > 0, cmap=_SIGNS, vmin=0, vmax=1, alpha=shares)
             panel.set_title(f"{_label(layer, head)}, up to {largest:.2g}", fontsize="small")
     for panel in panels[-1]:
         panel.set_xlabel("takes from step")
     figure.suptitle(title)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, transparent=True)
 
 
 def draw_html(memory_map: MemoryMap, path: Path, *, title: str) -> None:

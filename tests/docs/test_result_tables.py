@@ -93,9 +93,22 @@ def test_popgym_is_readable_without_results(tables, tmp_path) -> None:
         "",
         "![Autoencode](images/popgym-Autoencode.png)",
     ]
-    assert "| RepeatPrevious | 0.5 | 0.95 | 0.003 | the episode's | `gtrxl` |" in (
-        tables.popgym_settings()
-    )
+    (line,) = (row for row in tables.popgym_settings().splitlines() if "RepeatPrevious " in row)
+    assert line.startswith("| RepeatPrevious | `gtrxl` | An action earns its own reward")
+    assert line.endswith(" | 0.5 | 0.95 | 0.003 | the episode's |")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_result_that_a_reader_sees_is_a_committed_one(page) -> None:
+    runs = importlib.import_module("benchmarks.popgym_runs").load()
+    published = importlib.import_module("benchmarks.popgym_scores").PUBLISHED
+    trial = ("RepeatPreviousHard", "gtrxl", 0)
+    (run,) = (r for r in runs if (r.trial.task, r.trial.memory, r.trial.seed) == trial)
+    text = " ".join((ROOT / page).read_text().split())
+    assert run.solved
+    assert f"solved in {run.seconds:.0f} seconds on one core" in text
+    assert f"a mean return of {run.best:.3f} after {run.steps[-1]:,} steps" in text
+    assert f"had {published[trial[0]]:.3f} after 15,000,000" in text
 
 
 def test_popgym_with_one_run(tables, tmp_path) -> None:

@@ -1,8 +1,6 @@
 """The built site in the system's Chromium, read from the file system: every page at two widths,
 light and dark, and the search. `make test-site` builds it into `site/` first."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 SITE = Path(__file__).parents[2] / "site"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-ARGUMENTS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 # Where the theme has wrapped all tables, its script has run.
 READY = """
 return [...document.querySelectorAll(".md-typeset table:not([class])")]
@@ -50,21 +36,10 @@ return found.slice(0, 5);
 pytestmark = [pytest.mark.site, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    """One browser for all pages, with an empty profile."""
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
     if not (SITE / "index.html").exists():
         pytest.fail("the site is not built: run `make docs`, or `make test-site`, which does")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
 
 
 def open_page(browser: webdriver.Chrome, page: Path) -> None:
@@ -103,6 +78,8 @@ def test_pages(browser: webdriver.Chrome, width: int, scheme: str) -> None:
     ("words", "page"),
     [
         ("hyperparameters", "how-to/settings.html"),
+        ("gamma", "how-to/settings.html"),
+        ("learning rate", "how-to/settings.html"),
         ("one-hot", "how-to/inputs.html"),
         ("PettingZoo", "how-to/multi-agent.html"),
         ("relative path", "how-to/checkpoints.html"),
