@@ -4,16 +4,18 @@
 
 Peers: `popgym`, POPGym's own block; `lstm`, torch's LSTM of width H * K; `sdpa`, torch's causal
 softmax attention; `matmul`, the kernel's own arithmetic at the speed of a 2048 x 2048 matrix
-product; `self`, eight times the time that an eighth of the length takes; on CUDA also `fla`,
-flash-linear-attention's chunk kernel. The scan and the delta rule: `benchmarks.recurrences`.
+product; on CUDA also `fla`, flash-linear-attention's chunk kernel. The scan and the delta rule:
+`benchmarks.recurrences`. Cost over length, rows and width: `benchmarks.proportions`, which
+`--picture FILE` draws.
 """
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from benchmarks import recurrences
+from benchmarks import proportions, recurrences
 from benchmarks.harness import (
     Record,
     add_seconds,
@@ -52,14 +54,15 @@ COMPARISONS: list[tuple[str, str, str, float | None]] = [
     ("8x4x1024x64-decay", "matmul", "time", None),
 ]
 FLA_CASES = ("16x4x1024x32", "8x4x1024x64", "4x4x4096x64")
-# Case, length, longer length: time must grow in proportion. The target allows for 9/8 of it.
-SCALING = (Case(8, 4, 1024, 64), 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument(
         "--only", metavar="TEXT", help='only comparisons "CASE PEER METRIC" with it'
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw cost over length, rows and width"
     )
     add_seconds(parser)
 
@@ -85,9 +88,13 @@ def run(args: argparse.Namespace) -> list[Record]:
         for case, peer, metric, target in comparisons
         if only in f"{case} {peer} {metric}"
     ]
-    if only in "8x4xTx64 self time":
-        target = None if args.device == "cuda" else 8 / 9
-        records.append(compare_lengths(*SCALING, args.device, target=target, **rounds))
+    for axis, cases in proportions.AXES.items():
+        wanted = [case for case in cases if only in f"{case} {proportions.PEER} time"]
+        target = None if args.device == "cuda" else 1 / proportions.ALLOWED
+        if wanted:
+            records += proportions.compare(axis, wanted, args.device, target=target, **rounds)
+    if args.picture:
+        proportions.draw(records, args.picture)
     for case, peer, target in recurrences.COMPARISONS:
         if only in f"{case} {peer} time":
             target = None if args.device == "cuda" else target
@@ -162,41 +169,6 @@ def compare(
         seconds=seconds,
     )
     return record(ours=times["ours"], theirs=times["theirs"], unit="s", **facts)
-
-
-def compare_lengths(
-    case: Case,
-    factor: int,
-    device: str = "cpu",
-    *,
-    min_runs: int = 5,
-    seconds: float = 8.0,
-    target: float | None = None,
-) -> Record:
-    """Measures sequences `factor` times as long against `factor` times the time of short ones."""
-    long = Case(case.B, case.H, case.T * factor, case.K)
-    short_run = timed(ours(Inputs(case, device)), device)
-    times = alternate(
-        {
-            "ours": timed(ours(Inputs(long, device)), device),
-            "theirs": lambda: factor * short_run(),
-        },
-        min_runs=min_runs,
-        seconds=seconds,
-    )
-    return record(
-        benchmark="kernels",
-        case=f"{case.B}x{case.H}xTx{case.K}",
-        peer="self",
-        metric="time",
-        ours=times["ours"],
-        theirs=times["theirs"],
-        unit="s",
-        target=target,
-        machine=machine_info(device),
-        chunk_size=CHUNK_SIZE,
-        lengths=[case.T, long.T],
-    )
 
 
 def _ideal(case: Case, device: str) -> Callable[[], float]:

@@ -49,7 +49,7 @@ def _table(rows: list[Row]) -> str:
                 value_text(row["ours"], row.get("ours_spread"), row["unit"]),
                 value_text(row["theirs"], row.get("theirs_spread"), row["unit"]),
                 "" if row["ratio"] is None else f"{row['ratio']:.2f}x",
-                "" if target is None else f"{target:g}x",
+                "" if target is None else f"{target:.3g}x",
             )
         )
     return markdown(HEADINGS, lines, num_names=3)

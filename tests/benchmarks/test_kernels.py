@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import kernel_peers, kernels, recurrences
+from benchmarks import kernel_peers, kernels, proportions, recurrences
 from benchmarks.harness import CorrectnessError
 from benchmarks.kernel_peers import PEERS, Case, Inputs, multiply_adds, ours
 from benchmarks.memory import peak_memory
@@ -50,9 +50,21 @@ def test_popgym_needs_more_memory():
     assert r["ratio"] > 3
 
 
-def test_lengths():
-    r = kernels.compare_lengths(Case(1, 1, 64, 8), 4, min_runs=1, seconds=0)
-    assert (r["case"], r["peer"], r["lengths"]) == ("1x1xTx8", "self", [64, 256])
+def test_proportions(tmp_path):
+    base = Case(1, 1, 64, 8)
+    records = []
+    for axis, case, share in (
+        ("length", Case(1, 1, 256, 8), 4),
+        ("rows", Case(3, 1, 64, 8), 3),
+        # Products of chunks grow with the width, those with the state with its square.
+        ("width", Case(1, 1, 64, 16), 2 * (32 + 16) / (32 + 8)),
+    ):
+        (r,) = proportions.compare(axis, [base, case], base=base, min_runs=1, seconds=0)
+        assert (r["case"], r["peer"], r["axis"]) == (str(case), "proportion", axis)
+        records.append(r)
+        assert multiply_adds(case) / multiply_adds(base) == pytest.approx(share)
+    proportions.draw(records, tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").stat().st_size > 5_000
 
 
 def test_a_wrong_peer_is_refused(monkeypatch):
@@ -111,7 +123,7 @@ def test_peak_memory_counts_what_lives_at_once():
 
 def test_only_selects(monkeypatch):
     monkeypatch.setattr(kernels, "COMPARISONS", [("1x1x64x4", "sdpa", "time", None)])
-    args = argparse.Namespace(device="cpu", runs=1, seconds=0.0, only="sdpa")
+    args = argparse.Namespace(device="cpu", runs=1, seconds=0.0, only="sdpa", picture=None)
     assert [r["peer"] for r in kernels.run(args)] == ["sdpa"]
 
 
