@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +28,7 @@ from ray.rllib.core import (
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.env import INPUT_ENV_SINGLE_SPACES
+from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.utils.checkpoints import Checkpointable
 
 from connectors.rollout.build_module_batch import BuildModuleBatch
@@ -69,6 +70,35 @@ class ActingParts:
         if isinstance(self.module, MultiRLModule):
             return dict(self.module.items())
         return {DEFAULT_MODULE_ID: self.module}
+
+    @property
+    def agents(self) -> list[Any]:
+        """IDs of several agents; empty if there is one without an ID."""
+        spaces: Any = self.observation_space
+        return list(spaces) if self.is_multi_agent else []
+
+    def check_modules(
+        self, agents: Iterable[Any], episode: MultiAgentEpisode | None = None
+    ) -> None:
+        """Checks that the modules of several agents are there.
+
+        Args:
+            agents: The agents.
+            episode: The one that they are in. None: an empty one, as RLlib asks for spaces.
+
+        Raises:
+            ValueError: if one is not.
+        """
+        if episode is None:
+            episode = MultiAgentEpisode(agent_to_module_mapping_fn=self.policy_mapping_fn)
+        for agent in agents:
+            module_id = episode.module_for(agent)
+            if module_id not in self.modules:
+                raise ValueError(
+                    f"`policy_mapping_fn` gives agent {agent!r} the module {module_id!r}, but the "
+                    f"checkpoint has {sorted(self.modules)}. Give `MemoryPolicy.from_checkpoint` a "
+                    "`policy_mapping_fn` that keeps to these."
+                )
 
 
 def load_parts(path: str | Path) -> ActingParts:

@@ -105,8 +105,7 @@ class MemoryPolicy:
     @property
     def agents(self) -> list[Any]:
         """IDs of the agents that were trained together; empty if there was one without an ID."""
-        space: Any = self._parts.observation_space
-        return list(space) if self._parts.is_multi_agent else []
+        return self._parts.agents
 
     def act(
         self,
@@ -248,14 +247,8 @@ class MemoryPolicy:
             client = steps.start(self._parts, observations)
         else:
             client = steps.follow(known, observations, rewards, self._lookback)
-        for agent in observations if several else ():
-            module_id = client.episode.module_for(agent)
-            if module_id not in self._parts.modules:
-                raise ValueError(
-                    f"`policy_mapping_fn` gives agent {agent!r} the module {module_id!r}, but the "
-                    f"checkpoint has {sorted(self._parts.modules)}. Give `from_checkpoint` a "
-                    "`policy_mapping_fn` that keeps to these."
-                )
+        if several:
+            self._parts.check_modules(observations, client.episode)
         return client
 
     @contextlib.contextmanager
