@@ -14,6 +14,10 @@ How to run it
 -------------
     python -m examples.pettingzoo_relay
     python -m examples.pettingzoo_relay --api aec
+    python -m examples.pettingzoo_relay --run-dir relay
+    python -m examples.serve_policy --run-dir relay
+
+The last two serve what was learnt: `examples/serve_policy.py`.
 
 Results to expect
 -----------------
@@ -26,6 +30,7 @@ The exit code is 1 if 0.9 isn't reached.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -38,7 +43,8 @@ from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv, Petting
 from ray.tune.registry import register_env
 
 from connectors import connect, starting_point
-from examples.runner import apply_arguments, make_parser, run
+from examples.run_dir import RunDir
+from examples.runner import apply_arguments, local_ray, make_parser, train_until
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
 
 AGENTS = ["scout_0", "runner_0"]
@@ -218,8 +224,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser(__doc__, stop_timesteps=200_000)
     parser.add_argument("--api", choices=APIS, default="parallel", help="of PettingZoo")
+    parser.add_argument("--run-dir", type=Path, help="new folder for a checkpoint at the end")
     args = parser.parse_args(argv)
-    return run(build_config(args), args)
+    config = build_config(args)
+    with local_ray(args):
+        training = train_until(config, args)
+        if args.run_dir is not None:
+            run = RunDir(args.run_dir)
+            run.create({"env": "relay", "api": args.api})
+            run.save(training.algo, {"iteration": training.algo.iteration})
+        training.algo.stop()
+    return 0 if training.reached else 1
 
 
 if __name__ == "__main__":
