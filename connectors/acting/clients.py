@@ -12,6 +12,9 @@ from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 
 from connectors.acting.loading import ActingParts
 
+# What an episode of several agents has from the checkpoint, and need not be saved with it.
+_FROM_CHECKPOINT = ("observation_space", "action_space", "agent_to_module_mapping_fn")
+
 
 @dataclass
 class Client:
@@ -118,7 +121,7 @@ def state_of(client: Client) -> dict[str, Any]:
     """All that is known of a client, for `from_state`."""
     episode = client.episode.get_state()
     if isinstance(client.episode, MultiAgentEpisode):
-        # A function, which may not be picklable, and spaces.
+        # One is a function, which may not be picklable.
         for name in _FROM_CHECKPOINT:
             del episode[name]
     return copy.deepcopy({"episode": episode, "states": client.states, "actions": client.actions})
@@ -132,9 +135,6 @@ def from_state(parts: ActingParts, state: dict[str, Any]) -> Client:
     else:
         episode = SingleAgentEpisode.from_state(state["episode"])
     return Client(episode, state["states"], state["actions"])
-
-
-_FROM_CHECKPOINT = ("observation_space", "action_space", "agent_to_module_mapping_fn")
 
 
 def _from_checkpoint(parts: ActingParts) -> dict[str, Any]:

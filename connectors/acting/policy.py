@@ -12,8 +12,15 @@ import torch
 from ray.rllib.core.columns import Columns
 from ray.rllib.utils.spaces.space_utils import unbatch
 
-from connectors.acting import clients as steps
-from connectors.acting.clients import Client
+from connectors.acting.clients import (
+    Client,
+    end_agent,
+    follow,
+    from_state,
+    rename,
+    start,
+    state_of,
+)
 from connectors.acting.loading import ActingParts, load_parts
 from connectors.acting.observations import (
     check_agents,
@@ -202,7 +209,7 @@ class MemoryPolicy:
         if len(known.episode.agent_ids) == 1:
             del self._clients[client]
         else:
-            steps.end_agent(known, agent)
+            end_agent(known, agent)
 
     def state(self, client: Hashable = None) -> dict[str, Any]:
         """All that is known of a client, to be pickled: numpy arrays and plain values.
@@ -215,14 +222,14 @@ class MemoryPolicy:
                 f"`client` is {client!r}, which has not acted since its last `reset`, so that "
                 f"there is no state. Those with a state: {list(self._clients)}."
             )
-        return steps.state_of(self._clients[client])
+        return state_of(self._clients[client])
 
     def restore(self, client: Hashable, state: dict[str, Any]) -> None:
         """Lets a client go on from what `state` returned, in this process or another."""
-        restored = steps.from_state(self._parts, state)
+        restored = from_state(self._parts, state)
         taken = {known.episode.id_ for id_, known in self._clients.items() if id_ != client}
         if restored.episode.id_ in taken:
-            steps.rename(restored.episode)
+            rename(restored.episode)
         self._clients[client] = restored
 
     def _check_several(self, agent: Hashable) -> None:
@@ -244,9 +251,9 @@ class MemoryPolicy:
         known, several = self._clients.get(id_), self._parts.is_multi_agent
         rewards = conform_rewards(reward, self.agents) if several else {None: float(reward)}
         if known is None:
-            client = steps.start(self._parts, observations)
+            client = start(self._parts, observations)
         else:
-            client = steps.follow(known, observations, rewards, self._lookback)
+            client = follow(known, observations, rewards, self._lookback)
         if several:
             self._parts.check_modules(observations, client.episode)
         return client

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 from pettingzoo.test import api_test, parallel_api_test
+from pettingzoo.utils.conversions import parallel_to_aec
+from ray.rllib.env.wrappers.pettingzoo_env import PettingZooEnv
 
 from connectors import MemoryPolicy
 from examples import pettingzoo_relay
-from examples.pettingzoo_relay import APIS, ParallelRelay, TurnRelay
+from examples.pettingzoo_relay import AGENTS, APIS, ParallelRelay, TurnRelay
 from examples.runner import make_parser, train_until
 
 
@@ -48,6 +50,40 @@ def test_who_acts():
     assert play("parallel", lambda game: 0)[0] == 4 * [both] + 2 * [runner]
     turns = 4 * [scout, runner] + 2 * [runner]
     assert play("aec", lambda game: 0)[0] == turns
+
+
+class EndsInTwoWays(ParallelRelay):
+    """After a step, one agent terminated and the other one truncated."""
+
+    render_mode = None
+
+    def step(self, actions):
+        observations, rewards, *_, infos = super().step(actions)
+        self.agents = []
+        scout, runner = ({a: a == agent for a in AGENTS} for agent in AGENTS)
+        return observations, rewards, scout, runner, infos
+
+
+class WholeEpisodes(PettingZooEnv):
+    """That of the docs, for AEC."""
+
+    def step(self, action):
+        observations, rewards, terminated, truncated, infos = super().step(action)
+        terminated["__all__"] = not self.env.agents and not truncated["__all__"]
+        return observations, rewards, terminated, truncated, infos
+
+
+def test_what_the_docs_say_of_rllibs_wrapper():
+    """Ends in two ways are none to it; if this fails, Ray has mended it."""
+    for wrapper, is_over in ((WholeEpisodes, True), (PettingZooEnv, False)):
+        env = wrapper(parallel_to_aec(EndsInTwoWays({})))
+        observations, _ = env.reset(seed=0)
+        for _ in AGENTS:
+            observations, _, terminated, truncated, _ = env.step(dict.fromkeys(observations, 0))
+        assert observations.keys() == set(AGENTS)
+        assert (terminated["__all__"], truncated["__all__"]) == (is_over, False)
+    with pytest.raises(KeyError):
+        env.step({})
 
 
 @pytest.mark.ray
