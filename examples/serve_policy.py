@@ -1,9 +1,10 @@
-"""Serves a trained agent with Ray Serve and plays many POPGym episodes against it at once.
+"""Serves a trained agent, or several, with Ray Serve and plays many episodes against it at once.
 
 What it shows
 -------------
 - `serve_policy`: a checkpoint behind HTTP, with a recurrent state for each session.
-- A client with a thousand sessions, each of which plays an episode of its own.
+- A client with a thousand sessions, each of which plays an episode of its own; of several agents
+  each asks for itself.
 - That nothing gets mixed up: each return equals that of `MemoryPolicy` in the same environment.
 
 How to run it
@@ -11,6 +12,8 @@ How to run it
     python -m examples.train_popgym --no-baseline    # once, for a checkpoint
     python -m examples.serve_policy
     python -m examples.serve_policy --run-dir runs/RepeatPreviousEasy-deep-seed0 --num-replicas 2
+    python -m examples.pettingzoo_relay --run-dir relay    # several agents
+    python -m examples.serve_policy --run-dir relay
 
 Sessions start new episodes until `--seconds` have passed, and then finish the last one. The exit
 code is 1 if a return differs.
@@ -29,18 +32,19 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import aiohttp
-import gymnasium as gym
 import numpy as np
 import ray
 from ray import serve
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
 
 from connectors import MemoryPolicy
 from connectors.serving import serve_policy
+from examples.pettingzoo_relay import APIS
 from examples.popgym_setup import make_env, start_ray
 from examples.run_dir import RunDir, newest_checkpoint
 
@@ -53,7 +57,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--run-dir", type=Path, help="a run of examples.train_popgym (default: newest in runs/)")
+    add(
+        "--run-dir",
+        type=Path,
+        help="a run of examples.train_popgym or pettingzoo_relay (default: newest in runs/)",
+    )
     add("--sessions", type=int, default=1000, help="sessions that play at once")
     add("--seconds", type=float, default=60.0, help="how long sessions start new episodes")
     add("--connections", type=int, default=100, help="requests in flight at a time")
@@ -75,14 +83,16 @@ class Players:
 
     Args:
         url: The server.
-        env: Name of the POPGym environment.
+        make: Makes an environment.
         num_sessions: Sessions that play at once.
         seconds: How long they start new episodes.
         connections: Requests in flight at a time.
     """
 
-    def __init__(self, url: str, env: str, num_sessions: int, seconds: float, connections: int):
-        self._url, self._env, self._num_sessions = url, env, num_sessions
+    def __init__(
+        self, url: str, make: Callable[[], Any], num_sessions: int, seconds: float, connections: int
+    ):
+        self._url, self._make, self._num_sessions = url, make, num_sessions
         self._end = time.monotonic() + seconds
         self._slots = asyncio.Semaphore(connections)
         self.returns: dict[int, float] = {}
@@ -97,22 +107,38 @@ class Players:
 
     async def _session(self, http: aiohttp.ClientSession, index: int) -> None:
         """Episodes of one session; their seeds are nobody else's."""
-        name, seed, env = f"session-{index}", index, make_env({"name": self._env})
+        name, seed, env = f"session-{index}", index, self._make()
         while True:
             observation, _ = env.reset(seed=seed)
             await self._post(http, "reset", {"session": name})
-            reward, total, done = 0.0, 0.0, False
+            reward: Any = {} if has_agents(env) else 0.0
+            total, done = 0.0, False
             while not done:
-                request = {"session": name, "observation": plain(observation), "reward": reward}
-                action = (await self._post(http, "act", request))["action"]
-                observation, reward, terminated, truncated, _ = env.step(action)
-                total += (reward := float(reward))
-                done = terminated or truncated
+                fields = {"session": name}
+                if has_agents(env):
+                    action = await self._act_agents(http, fields, observation, reward)
+                else:
+                    fields |= {"observation": plain(observation), "reward": reward}
+                    action = (await self._post(http, "act", fields))["action"]
+                observation, reward, paid, done = step(env, action)
+                total += paid
             self.returns[seed] = total
             seed += self._num_sessions
             if time.monotonic() >= self._end:
                 await self._post(http, "end", {"session": name})
                 return
+
+    async def _act_agents(
+        self, http: aiohttp.ClientSession, fields: dict, observations: dict, rewards: dict
+    ) -> dict:
+        """The actions of a session's agents, which ask all at once."""
+        requests = []
+        for agent, seen in observations.items():
+            reward = rewards.get(agent, 0.0)
+            fields = fields | {"agent": agent, "observation": plain(seen), "reward": reward}
+            requests.append(self._post(http, "act", fields))
+        actions = [answer["action"] for answer in await asyncio.gather(*requests)]
+        return dict(zip(observations, actions, strict=True))
 
     async def _post(self, http: aiohttp.ClientSession, verb: str, request: dict) -> dict:
         async with self._slots:
@@ -125,6 +151,25 @@ class Players:
         return answer
 
 
+def has_agents(env: Any) -> bool:
+    """Whether an environment has several."""
+    return isinstance(env, MultiAgentEnv)
+
+
+def step(env: Any, action: Any) -> tuple[Any, Any, float, bool]:
+    """Observation and reward, those of several agents by agent; the sum of rewards; the end."""
+    observation, reward, terminated, truncated, _ = env.step(action)
+    if not has_agents(env):
+        return observation, float(reward), float(reward), terminated or truncated
+    alive = {
+        agent: seen
+        for agent, seen in observation.items()
+        if not (terminated[agent] or truncated[agent])
+    }
+    over = terminated["__all__"] or truncated["__all__"]
+    return alive, reward, float(sum(reward.values())), over
+
+
 def plain(observation: object) -> object:
     """A POPGym observation as what JSON knows."""
     if isinstance(observation, tuple):
@@ -133,22 +178,28 @@ def plain(observation: object) -> object:
 
 
 def returns_without_server(
-    checkpoint: Path, env: str, seeds: Iterable[int]
+    checkpoint: Path, make: Callable[[], Any], seeds: Iterable[int]
 ) -> dict[Hashable, float]:
     """The returns of `MemoryPolicy` in environments with these seeds, all played side by side."""
     policy = MemoryPolicy.from_checkpoint(checkpoint)
-    envs: dict[Hashable, gym.Env] = {seed: make_env({"name": env}) for seed in seeds}
-    observations = {seed: env.reset(seed=cast("int", seed))[0] for seed, env in envs.items()}
-    rewards: dict[Hashable, float] = {}
+    envs: dict[Hashable, Any] = {seed: make() for seed in seeds}
+    observations = {seed: env.reset(seed=seed)[0] for seed, env in envs.items()}
+    rewards: dict[Hashable, Any] = {}
     totals = dict.fromkeys(envs, 0.0)
     while observations:
         for seed, action in policy.act_batch(observations, rewards=rewards).items():
-            observation, reward, terminated, truncated, _ = envs[seed].step(action)
-            observations[seed], rewards[seed] = observation, float(reward)
-            totals[seed] += float(reward)
-            if terminated or truncated:
+            observations[seed], rewards[seed], paid, done = step(envs[seed], action)
+            totals[seed] += paid
+            if done:
                 del observations[seed]
     return totals
+
+
+def maker(settings: dict[str, Any]) -> Callable[[], Any]:
+    """What makes the environment of a run."""
+    if "api" in settings:
+        return lambda: APIS[settings["api"]]({})
+    return lambda: make_env({"name": settings["env"]})
 
 
 def serve_and_play(args: argparse.Namespace) -> int:
@@ -157,7 +208,8 @@ def serve_and_play(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if a return differs from the one without a server.
     """
-    env = RunDir(args.checkpoint.parents[1]).settings()["env"]
+    settings = RunDir(args.checkpoint.parents[1]).settings()
+    make = maker(settings)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -169,7 +221,7 @@ def serve_and_play(args: argparse.Namespace) -> int:
     serve.run(app)
     start = time.perf_counter()
     players = Players(
-        f"http://127.0.0.1:{port}", env, args.sessions, args.seconds, args.connections
+        f"http://127.0.0.1:{port}", make, args.sessions, args.seconds, args.connections
     )
     asyncio.run(players.play())
     seconds = time.perf_counter() - start
@@ -177,12 +229,12 @@ def serve_and_play(args: argparse.Namespace) -> int:
     latencies = 1000 * np.array(players.latencies)
     p50, p90, p99 = np.percentile(latencies, [50, 90, 99])
     print(
-        f"{env}: {len(latencies):,} requests of {args.sessions:,} sessions in {seconds:.0f} s: "
-        f"{len(latencies) / seconds:.0f} a second\n"
+        f"{settings['env']}: {len(latencies):,} requests of {args.sessions:,} sessions in "
+        f"{seconds:.0f} s: {len(latencies) / seconds:.0f} a second\n"
         f"latency with {args.connections} requests in flight: {p50:.0f} ms (median), "
         f"{p90:.0f} ms (90 %), {p99:.0f} ms (99 %)"
     )
-    expected = returns_without_server(args.checkpoint, env, players.returns)
+    expected = returns_without_server(args.checkpoint, make, players.returns)
     num_different = sum(expected[seed] != value for seed, value in players.returns.items())
     print(
         f"mean return over {len(expected):,} episodes: {np.mean([*players.returns.values()]):.4f} "

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import tree
+from pettingzoo import ParallelEnv
+from pettingzoo.utils.conversions import parallel_to_aec
 from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.bc import BCConfig
 from ray.rllib.algorithms.cql import CQLConfig
@@ -37,6 +39,7 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
+from ray.rllib.env.wrappers.pettingzoo_env import PettingZooEnv
 
 import rlmodules
 from connectors import (
@@ -407,11 +410,48 @@ def test_no_memory(algorithm):
 # Setups.
 
 
+class ParallelAgents(ParallelEnv):
+    """`RandomAgents` as PettingZoo knows environments."""
+
+    def __init__(self, config):
+        self.metadata, self.render_mode = {"name": "agents_v0"}, None
+        self.env = RandomAgents(config)
+        self.possible_agents = self.env.possible_agents
+
+    def observation_space(self, agent):
+        return self.env.observation_spaces[agent]
+
+    def action_space(self, agent):
+        return self.env.action_spaces[agent]
+
+    def reset(self, seed=None, options=None):
+        observations, _ = self.env.reset()
+        self.agents = list(self.possible_agents)
+        return observations, {agent: {} for agent in self.agents}
+
+    def step(self, actions):
+        observations, rewards, terminated, *_ = self.env.step(actions)
+        over = terminated["__all__"]
+        acting, self.agents = self.agents, [] if over else self.agents
+        infos = {agent: {} for agent in acting}
+        ended = dict.fromkeys(acting, over)
+        return observations, rewards, ended, dict.fromkeys(acting, False), infos
+
+
+class AgentsInTurn(PettingZooEnv):
+    """Those as PettingZoo's AEC, in RLlib's wrapper."""
+
+    def __init__(self, config):
+        super().__init__(parallel_to_aec(ParallelAgents(config)))
+
+
 @pytest.mark.parametrize("algorithm", ["APPO", "IMPALA", "DQN", "SAC"])
 def test_several_agents(algorithm):
+    """In a PettingZoo environment, where they take turns."""
     space = CONTINUOUS if algorithm == "SAC" else gym.spaces.Discrete(2)
     env_config = {"num_agents": 2, "action_spaces": {"a0": space, "a1": space}}
-    config = make_config(algorithm).environment(RandomAgents, env_config=env_config)
+    config = make_config(algorithm).environment(AgentsInTurn, env_config=env_config)
+    config.env_runners(rollout_fragment_length=2 * FRAGMENT)
     specs = {"a0": spec_of(algorithm), "a1": spec_of(algorithm, "GTrXL")}
     config.multi_agent(policies=set(specs), policy_mapping_fn=lambda agent, *_, **__: agent)
     train(config.rl_module(rl_module_spec=MultiRLModuleSpec(rl_module_specs=specs)))

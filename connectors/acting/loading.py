@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.connectors.env_to_module import EnvToModulePipeline, MeanStdFilter
 from ray.rllib.connectors.module_to_env import (
     ListifyDataForVectorEnv,
+    ModuleToAgentUnmapping,
     ModuleToEnvPipeline,
     NormalizeAndClipActions,
     UnBatchToIndividualItems,
@@ -23,8 +25,10 @@ from ray.rllib.core import (
     COMPONENT_MODULE_TO_ENV_CONNECTOR,
     DEFAULT_MODULE_ID,
 )
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModule
 from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.env import INPUT_ENV_SINGLE_SPACES
+from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.utils.checkpoints import Checkpointable
 
 from connectors.rollout.build_module_batch import BuildModuleBatch
@@ -38,12 +42,13 @@ class ActingParts:
     """Everything between an observation and an action.
 
     Attributes:
-        module: The module.
+        module: The module; a `MultiRLModule` for several agents.
         env_to_module: From episodes to the module's batch.
         module_to_env: From the module's output to actions.
-        observation_space: The environment's.
-        action_space: The environment's.
+        observation_space: The environment's; for several agents a `Dict` of theirs.
+        action_space: The environment's; for several agents a `Dict` of theirs.
         lookback: Steps before the present one that connectors may read.
+        policy_mapping_fn: Which module acts for which of several agents; None if there is one.
     """
 
     module: RLModule
@@ -52,29 +57,75 @@ class ActingParts:
     observation_space: gym.Space
     action_space: gym.Space
     lookback: int = 1
+    policy_mapping_fn: Callable[..., str] | None = None
+
+    @property
+    def is_multi_agent(self) -> bool:
+        """Whether these are the parts of several agents."""
+        return self.policy_mapping_fn is not None
+
+    @property
+    def modules(self) -> dict[str, RLModule]:
+        """The modules by ID."""
+        if isinstance(self.module, MultiRLModule):
+            return dict(self.module.items())
+        return {DEFAULT_MODULE_ID: self.module}
+
+    @property
+    def agents(self) -> list[Any]:
+        """IDs of several agents; empty if there is one without an ID."""
+        spaces: Any = self.observation_space
+        return list(spaces) if self.is_multi_agent else []
+
+    def check_modules(
+        self, agents: Iterable[Any], episode: MultiAgentEpisode | None = None
+    ) -> None:
+        """Checks that the modules of several agents are there.
+
+        Args:
+            agents: The agents.
+            episode: The one that they are in. None: an empty one, as RLlib asks for spaces.
+
+        Raises:
+            ValueError: if one is not.
+        """
+        if episode is None:
+            episode = MultiAgentEpisode(agent_to_module_mapping_fn=self.policy_mapping_fn)
+        for agent in agents:
+            module_id = episode.module_for(agent)
+            if module_id not in self.modules:
+                raise ValueError(
+                    f"`policy_mapping_fn` gives agent {agent!r} the module {module_id!r}, but the "
+                    f"checkpoint has {sorted(self.modules)}. Give `MemoryPolicy.from_checkpoint` a "
+                    "`policy_mapping_fn` that keeps to these."
+                )
 
 
 def load_parts(path: str | Path) -> ActingParts:
     """Reads an Algorithm's checkpoint, or a module's, without building the Algorithm.
 
     Raises:
-        ValueError: if there is neither at `path`, or the Algorithm has several modules.
+        ValueError: if there is neither at `path`, or several agents were trained from recorded
+            episodes alone, which do not tell their spaces.
     """
     path, config = find_checkpoint(path)
     return _module_parts(_load_module(path)) if config is None else _algorithm_parts(path, config)
 
 
 def _algorithm_parts(path: Path, config: Any) -> ActingParts:
-    if not (path / MODULES / DEFAULT_MODULE_ID).is_dir():
-        raise ValueError(
-            f"`path` is {str(path)!r}, a checkpoint with several agents' modules, but a policy "
-            f"acts with one. Give the folder of that module, {MODULES / '<module ID>'}."
-        )
-    module = _load_module(path / MODULES / DEFAULT_MODULE_ID)
     # An Algorithm without local EnvRunner saves the two pipelines itself.
     pipelines = path / COMPONENT_ENV_RUNNER
     pipelines = pipelines if pipelines.is_dir() else path
     saved = pipelines / COMPONENT_ENV_TO_MODULE_CONNECTOR
+    several = config.is_multi_agent
+    if several and not saved.is_dir():
+        raise ValueError(
+            f"`path` is {str(path)!r}, a checkpoint of several agents that were trained without "
+            "an environment, so that it does not hold their spaces and connectors. Give the "
+            f"folder of one module, {MODULES / '<module ID>'} in it, or train with `environment` "
+            "set."
+        )
+    module = _load_module(path / MODULES / ("" if several else DEFAULT_MODULE_ID))
     if not saved.is_dir():
         # Trained offline, without environment: the module saw the recorded observations.
         return _module_parts(module)
@@ -96,6 +147,8 @@ def _algorithm_parts(path: Path, config: Any) -> ActingParts:
     _freeze_filters(env_to_module)
     module_to_env = cast("ConnectorPipelineV2", config.build_module_to_env_connector(None, spaces))
     if not module_to_env[SampleActions]:
+        if several:
+            module_to_env.prepend(ModuleToAgentUnmapping())
         module_to_env.prepend(UnBatchToIndividualItems())
         module_to_env.prepend(SampleActions())
         module_to_env.append(
@@ -112,6 +165,7 @@ def _algorithm_parts(path: Path, config: Any) -> ActingParts:
         observation_space=observation_space,
         action_space=action_space,
         lookback=config.episode_lookback_horizon,
+        policy_mapping_fn=config.policy_mapping_fn if several else None,
     )
 
 
@@ -131,6 +185,7 @@ def _module_parts(module: RLModule) -> ActingParts:
 
 
 def _load_module(path: Path) -> RLModule:
+    """A module, or the `MultiRLModule` of several."""
     return cast("RLModule", RLModule.from_checkpoint(path))
 
 

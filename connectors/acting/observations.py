@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -53,6 +53,64 @@ def conform(observation: Any, space: gym.Space, name: str = "observation") -> An
         _check_contained(observation, space, name)
         return observation
     return _conform_array(observation, space, name)
+
+
+def conform_agents(observations: Any, spaces: gym.spaces.Dict) -> dict[Any, Any]:
+    """Observations of several agents, each as `conform` returns it.
+
+    Args:
+        observations: By agent, of those that act.
+        spaces: The agents' observation spaces.
+
+    Raises:
+        ValueError: as `conform`; or if these are no observations by agent.
+    """
+    if not isinstance(observations, Mapping):
+        raise ValueError(
+            f"`observation` is a {type(observations).__name__}, but must be a dict with the "
+            f"observation of each agent that acts, of {list(spaces)}. Or name its agent: "
+            "`act(observation, agent=...)`."
+        )
+    check_agents(observations, list(spaces))
+    return {
+        agent: conform(observation, spaces[agent], f"observation[{agent!r}]")
+        for agent, observation in observations.items()
+    }
+
+
+def conform_rewards(rewards: Any, agents: Sequence[Hashable]) -> dict[Any, float]:
+    """Rewards of several agents; none for a reward of 0.
+
+    Args:
+        rewards: By agent.
+        agents: All that there are.
+
+    Raises:
+        ValueError: if these are no rewards by agent.
+    """
+    if isinstance(rewards, Mapping):
+        check_agents(rewards, agents)
+        return {agent: float(reward) for agent, reward in rewards.items()}
+    if rewards != 0:
+        raise ValueError(
+            f"`reward` is {rewards!r}, but must be a dict with the reward of each agent, of "
+            f"{list(agents)}. Or name its agent: `act(observation, reward=..., agent=...)`."
+        )
+    return {}
+
+
+def check_agents(given: Iterable[Hashable], agents: Sequence[Hashable]) -> None:
+    """Checks that agents were trained.
+
+    Raises:
+        ValueError: if one was not.
+    """
+    for agent in given:
+        if agent not in agents:
+            raise ValueError(
+                f"`agent` is {agent!r}, but the environment of the training had the agents "
+                f"{list(agents)}. Name one of these."
+            )
 
 
 def as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:

@@ -60,8 +60,11 @@ class _Replica:
                 "replicas. Give `serve_policy` the number, which makes a deployment for each."
             )
         parts = load_parts(checkpoint)
-        self._space = parts.observation_space
-        self._sessions = Sessions(MemoryPolicy(parts, explore=explore, seed=seed), **limits)
+        policy = MemoryPolicy(parts, explore=explore, seed=seed)
+        self._space: Any = parts.observation_space
+        # As requests name them; empty for one agent without an ID.
+        self._agents = {str(agent): agent for agent in policy.agents}
+        self._sessions = Sessions(policy, **limits)
 
     async def answer(self, verb: str, **fields: Any) -> tuple[int, str]:
         try:
@@ -73,16 +76,37 @@ class _Replica:
             text = f"`{verb}` failed. The replica's log has the reason."
             return 500, json.dumps({"error": text})
 
-    async def _reset(self, session: str) -> str:
-        self._sessions.reset(session)
+    async def _reset(self, session: str, agent: str | None = None) -> str:
+        self._sessions.reset(session, None if agent is None else self._agent(agent))
         return json.dumps({"session": session})
 
-    async def _act(self, session: str, observation: Any, reward: float = 0.0) -> str:
+    async def _act(
+        self, session: str, observation: Any, reward: float = 0.0, agent: str | None = None
+    ) -> str:
+        who = self._agent(agent)
+        space = self._space if who is None else self._space[who]
         try:
-            conformed = observation_from_json(observation, self._space)
+            conformed = observation_from_json(observation, space)
         except ValueError as error:
             raise RequestError(422, str(error)) from error
-        return action_to_json(await self._sessions.act(session, conformed, reward))
+        return action_to_json(await self._sessions.act(session, conformed, reward, who))
+
+    def _agent(self, name: str | None) -> Any:
+        """The ID of the agent that a request names; None where there is one."""
+        if not self._agents:
+            if name is None:
+                return None
+            raise RequestError(
+                422, f"`agent` is {name!r}, but the checkpoint is that of one agent. Leave it out."
+            )
+        if name not in self._agents:
+            given = "missing" if name is None else repr(name)
+            raise RequestError(
+                422,
+                f"`agent` is {given}, but the checkpoint is that of several. Name the one whose "
+                f"observation it is, of {list(self._agents)}.",
+            )
+        return self._agents[name]
 
     async def _end(self, session: str) -> str:
         self._sessions.end(session)
@@ -197,7 +221,8 @@ def serve_policy(
         max_batch_size: Acts in one pass of the module.
 
     Raises:
-        ValueError: if a setting is out of its range, or there is no checkpoint of one agent.
+        ValueError: if a setting is out of its range, if there is no checkpoint, or if an agent's
+            module is not in it.
 
     Example:
         ```python
@@ -219,7 +244,8 @@ def serve_policy(
             raise ValueError(f"`{name}` is {value!r}, but must be an integer of at least 1.")
     if not 0 < session_ttl_s < math.inf:
         raise ValueError(f"`session_ttl_s` is {session_ttl_s!r}, but must be a number above 0.")
-    load_parts(checkpoint)  # Serve would not say what is wrong with it
+    parts = load_parts(checkpoint)  # Serve would not say what is wrong with it
+    parts.check_modules(parts.agents)
     settings = [
         {
             "checkpoint": str(Path(checkpoint).expanduser().absolute()),

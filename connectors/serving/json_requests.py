@@ -13,8 +13,8 @@ from connectors.serving.sessions import RequestError
 
 # What can be asked about a session: the fields of such a request, and those it may have.
 VERBS = {
-    "reset": ({"session"}, set()),
-    "act": ({"session", "observation"}, {"reward"}),
+    "reset": ({"session"}, {"agent"}),
+    "act": ({"session", "observation"}, {"agent", "reward"}),
     "end": ({"session"}, set()),
 }
 _MAX_NAME = 256
@@ -42,11 +42,13 @@ def fields_from_json(verb: str, body: bytes) -> dict[str, Any]:
             f"The body has the fields {sorted(fields)}, but must have {sorted(required)}"
             + (f", and may have {sorted(optional)}." if optional else "."),
         )
-    name = fields["session"]
-    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
-        raise RequestError(
-            422, f"`session` is {name!r:.80}, but must be a string of 1 to {_MAX_NAME} characters."
-        )
+    for field in ("session", "agent"):
+        name = fields.get(field, "-")
+        if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
+            raise RequestError(
+                422,
+                f"`{field}` is {name!r:.80}, but must be a string of 1 to {_MAX_NAME} characters.",
+            )
     reward = fields.get("reward", 0.0)
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
     if not is_number or not abs(reward) <= _MAX_REWARD:

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from connectors.acting.policy import MemoryPolicy
@@ -36,12 +36,13 @@ class _Session:
 
     name: str
     last_used: float
-    is_acting: bool = False
+    acting: set[Any] = field(default_factory=set)  # agents whose acts are not answered yet
     has_ended: bool = False
 
 
 class _Waiting(NamedTuple):
     session: _Session
+    agent: Any
     observation: Any
     reward: float
     action: asyncio.Future
@@ -81,12 +82,21 @@ class Sessions:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._counts = {"expired": 0, "steps": 0, "passes": 0}
 
-    def reset(self, name: str) -> None:
+    def reset(self, name: str, agent: Any = None) -> None:
         """Starts a session, or starts it anew.
 
+        Args:
+            name: The session.
+            agent: Of several agents the only one that starts anew, in a session that exists.
+
         Raises:
-            RequestError: 429 if there is no room for another one.
+            RequestError: 429 if there is no room for another one; for one agent as `act`.
         """
+        if agent is not None:
+            session = self._find(name)
+            self._check_answered(session, session.acting)
+            self._policy.reset(session, agent=agent)
+            return
         self._drop_expired()
         if name in self._sessions:
             self._drop(name)
@@ -101,7 +111,7 @@ class Sessions:
             )
         self._sessions[name] = _Session(name, self._clock())
 
-    async def act(self, name: str, observation: Any, reward: float) -> Any:
+    async def act(self, name: str, observation: Any, reward: float, agent: Any = None) -> Any:
         """The session's next action.
 
         A caller that is cancelled in a pass has acted; one that is cancelled before has not.
@@ -110,21 +120,17 @@ class Sessions:
             name: The session.
             observation: One that fits the policy's space.
             reward: The reward that came with it.
+            agent: Of several agents the one that acts.
 
         Raises:
             RequestError: 404 if there is no such session, 409 if it is acting, 500 if the policy
                 failed; the session is then as before.
         """
         session = self._find(name)
-        if session.is_acting:
-            raise RequestError(
-                409,
-                f"`session` is {name!r}, whose last `act` has not been answered yet. Observations "
-                "of a session have an order: send one at a time.",
-            )
-        session.is_acting = True
+        self._check_answered(session, session.acting & {agent})
+        session.acting.add(agent)
         action = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(session, observation, reward, action))
+        self._waiting.append(_Waiting(session, agent, observation, reward, action))
         if self._passes is None or self._passes.done():
             self._passes = asyncio.create_task(self._run_passes())
         return await action
@@ -156,6 +162,16 @@ class Sessions:
         self._touch(session)
         return session
 
+    def _check_answered(self, session: _Session, acting: set[Any]) -> None:
+        if acting:
+            whose = "" if acting == {None} else f" of {sorted(map(str, acting))}"
+            raise RequestError(
+                409,
+                f"`session` is {session.name!r}, whose last `act`{whose} has not been answered "
+                "yet. Observations of a session, or of each of its agents, have an order: send one "
+                "at a time.",
+            )
+
     def _touch(self, session: _Session) -> None:
         session.last_used = self._clock()
         self._sessions.move_to_end(session.name)
@@ -164,7 +180,7 @@ class Sessions:
         oldest_allowed = self._clock() - self._ttl_s
         while self._sessions:
             session = next(iter(self._sessions.values()))
-            if session.last_used > oldest_allowed or session.is_acting:
+            if session.last_used > oldest_allowed or session.acting:
                 return
             self._drop(session.name)
             self._counts["expired"] += 1
@@ -172,7 +188,7 @@ class Sessions:
     def _drop(self, name: str) -> None:
         session = self._sessions.pop(name)
         session.has_ended = True
-        if not session.is_acting:
+        if not session.acting:
             self._policy.reset(session)
 
     async def _run_passes(self) -> None:
@@ -181,18 +197,21 @@ class Sessions:
             while self._waiting and len(batch) < self._max_batch_size:
                 waiting = self._waiting.popleft()
                 if waiting.action.cancelled():
-                    self._free(waiting.session)
+                    self._free(waiting)
                 else:
                     batch.append(waiting)
             if batch:
                 await self._run_pass(batch)
 
     async def _run_pass(self, batch: list[_Waiting]) -> None:
-        act = functools.partial(
-            self._policy.act_batch,
-            {waiting.session: waiting.observation for waiting in batch},
-            rewards={waiting.session: waiting.reward for waiting in batch},
-        )
+        observations, rewards = {}, {}
+        for session, agent, observation, reward, _ in batch:
+            if agent is None:
+                observations[session], rewards[session] = observation, reward
+            else:
+                observations.setdefault(session, {})[agent] = observation
+                rewards.setdefault(session, {})[agent] = reward
+        act = functools.partial(self._policy.act_batch, observations, rewards=rewards)
         try:
             actions = await asyncio.get_running_loop().run_in_executor(self._thread, act)
         except Exception:
@@ -206,14 +225,17 @@ class Sessions:
             return
         self._counts["passes"] += 1
         self._counts["steps"] += len(batch)
-        for session, _, _, action in batch:
-            self._free(session)
-            if not action.done():
-                action.set_result(actions[session])
+        for waiting in batch:
+            self._free(waiting)
+            if not waiting.action.done():
+                action = actions[waiting.session]
+                waiting.action.set_result(
+                    action if waiting.agent is None else action[waiting.agent]
+                )
 
     def _fail(self, waiting: _Waiting) -> None:
         session = waiting.session
-        self._free(session)
+        self._free(waiting)
         if not waiting.action.done():
             waiting.action.set_exception(
                 RequestError(
@@ -223,8 +245,9 @@ class Sessions:
                 )
             )
 
-    def _free(self, session: _Session) -> None:
-        session.is_acting = False
+    def _free(self, waiting: _Waiting) -> None:
+        session = waiting.session
+        session.acting.discard(waiting.agent)
         if session.has_ended:
             self._policy.reset(session)
         else:

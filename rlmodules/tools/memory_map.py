@@ -13,6 +13,7 @@ from ray.rllib.env.env_context import EnvContext
 
 from rlmodules.memories.memory import Memory, NoWeightsError
 from rlmodules.modules.base import MemoryCore
+from rlmodules.modules.checkpoints import MODULES
 from rlmodules.tools.loading import load_object
 
 # A head's look-back is told by the weight on its last so many steps and the present one.
@@ -90,15 +91,21 @@ def play(policy: Any, module: Any, env: gym.Env, *, seed: int, num_steps: int) -
     """Plays one episode, or its first steps, and computes the map.
 
     Args:
-        policy: Has `act(observation, reward=...)`, and runs the module to answer.
+        policy: A `MemoryPolicy`, which runs the module to answer.
         module: The module whose memory is looked at.
         env: Where to play.
         seed: Of the environment's reset.
         num_steps: Steps to play at most.
 
     Raises:
-        ValueError: If the module has no memory of this package.
+        ValueError: If the policy is one of several agents, or the module has no memory of this
+            package.
     """
+    if policy.agents:
+        raise ValueError(
+            f"The checkpoint is that of the agents {policy.agents}, but a map is of one module. "
+            f"Give the folder of one, {MODULES / '<module ID>'} in it, and `--env`."
+        )
     cores = {name: core for name, core in module.named_children() if isinstance(core, MemoryCore)}
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in cores}
     if not cores:

@@ -5,9 +5,18 @@ import os
 import pytest
 from ray import serve
 
-from examples import serve_policy
+from examples import pettingzoo_relay, serve_policy
 from examples.popgym_setup import build_config
 from examples.run_dir import RunDir
+
+
+@pytest.fixture
+def relay_dir(_ray_session, tmp_path):
+    """A run of several agents."""
+    path = tmp_path / "relay"
+    arguments = ["--stop-iters=1", "--num-envs-per-env-runner=2", f"--run-dir={path}"]
+    pettingzoo_relay.main(["--api=aec", *arguments])
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +32,18 @@ def run_dir(_ray_session, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_serves_and_compares(run_dir, capsys):
-    args = serve_policy.parse(["--run-dir", str(run_dir), "--sessions=4", "--seconds=0.5"])
+@pytest.mark.parametrize(
+    ("run", "env"), [("run_dir", "RepeatPreviousEasy"), ("relay_dir", "relay")]
+)
+def test_serves_and_compares(run, env, request, capsys):
+    path = request.getfixturevalue(run)
+    args = serve_policy.parse(["--run-dir", str(path), "--sessions=4", "--seconds=0.5"])
     try:
         assert serve_policy.serve_and_play(args) == 0
     finally:
         serve.shutdown()
     printed = capsys.readouterr().out
-    assert "RepeatPreviousEasy: " in printed
+    assert f"{env}: " in printed
     assert "0 episodes differ" in printed
 
 

@@ -1,13 +1,15 @@
 """Observations and actions in JSON, for every kind of space."""
 
 import json
+import re
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import tree
 
-from connectors.serving.json_requests import action_to_json, observation_from_json
+from connectors.serving.json_requests import action_to_json, fields_from_json, observation_from_json
 
 S = gym.spaces
 SPACES = [
@@ -80,3 +82,11 @@ def test_what_does_not_fit(space, value, message):
 def test_an_action_that_is_not_finite_is_no_json():
     with pytest.raises(ValueError, match="not JSON compliant"):
         action_to_json(np.float32("nan"))
+
+
+def test_the_requests_of_several_agents_in_the_docs():
+    """The lines that start with `curl` have the fields that they may have."""
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "multi-agent.md"
+    lines = re.findall(r"^curl localhost:8000/(\w+) -d '(.*)'$", page.read_text(), re.MULTILINE)
+    agents = [fields_from_json(verb, body.encode()).get("agent") for verb, body in lines]
+    assert agents == [None, "hider", "left", "left", None]

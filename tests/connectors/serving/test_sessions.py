@@ -156,6 +156,40 @@ def test_two_acts_of_a_session_conflict():
     run(test)
 
 
+class CounterOfAgents(Counter):
+    """Says what each agent has seen."""
+
+    def act_batch(self, observations, *, rewards):
+        super().act_batch(observations, rewards=rewards)
+        return observations
+
+    def reset(self, client, agent=None):
+        self.batches.append(agent)
+
+
+def test_agents_of_a_session():
+    """They act in one pass; one at a time has no order, nor a reset before the answer."""
+
+    async def test():
+        policy = CounterOfAgents()
+        sessions = Sessions(policy, max_sessions=1, ttl_s=10.0, max_batch_size=3)
+        sessions.reset("a")
+        policy.gate.clear()
+        acts = [asyncio.create_task(sessions.act("a", "first", 0.0, "x"))]
+        await asyncio.sleep(0.01)  # its pass has begun
+        acts += [asyncio.create_task(sessions.act("a", seen, 0.0, seen)) for seen in "yz"]
+        await asyncio.sleep(0.01)
+        with pytest.raises(RequestError, match=r"last `act` of \['x'\] has not been answered"):
+            await sessions.act("a", "second", 0.0, "x")
+        assert "of ['x', 'y', 'z'] has not" in refused(409, sessions.reset, "a", "z")
+        policy.gate.set()
+        assert await asyncio.gather(*acts) == ["first", "y", "z"]
+        sessions.reset("a", "z")
+        assert policy.batches == [[{"x": "first"}], [{"y": "y", "z": "z"}], "z"]
+
+    run(test)
+
+
 @pytest.mark.parametrize("verb", ["reset", "end", "expire"])
 def test_a_session_that_leaves_in_a_pass(verb):
     """What the pass leaves behind is dropped; a new session of that name does not see it."""

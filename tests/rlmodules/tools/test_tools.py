@@ -527,7 +527,7 @@ def test_bad_arguments(args, message):
         (connected, MODULE, [], "names no environment to play in"),
         (connected, "", ["--env", "NoSuch-v0"], "which gymnasium does not know"),
         (lstm, "", [], "`DefaultPPOTorchRLModule` has no memory of this package"),
-        (agents, "", [], "several agents' modules"),
+        (agents, "", [], "but a map is of one module"),
     ],
 )
 def test_maps_that_cannot_be(checkpoints, tmp_path, build, target, options, message):
