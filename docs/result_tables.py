@@ -74,7 +74,10 @@ def study() -> str:
     """What memories of equal size learned to hold, and what they cost."""
     records = load("study")
     passes = {r["case"]: r["ours"] for r in load("memories") if r["peer"] == "lstm"}
-    tasks = dict.fromkeys(r["task"] for r in records)
+    # recall-4 before recall-16.
+    tasks = sorted(
+        {r["task"] for r in records}, key=lambda task: (task.split("-")[0], len(task), task)
+    )
     cells = {(r["memory"], r["task"]): r for r in records}
 
     def cost(memory: str) -> str:
