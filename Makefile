@@ -62,16 +62,15 @@ test-site: docs
 
 # Short rounds: eight minutes for all of it. Without a GPU it stops at the first line.
 CUDA := --device cuda --seconds 0.5
+CASES := cards-64-default cards-64-default-compiled
 gpu: $(STAMP)
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a GPU: torch finds no CUDA device")'
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 	$(BIN)/python -m benchmarks kernels $(CUDA) --json benchmarks/results/kernels-cuda.json
 	$(BIN)/python -m benchmarks memories $(CUDA) --json benchmarks/results/memories-cuda.json
 	$(BIN)/python -m benchmarks memories $(CUDA) --bf16 --json benchmarks/results/memories-cuda-bf16.json
-	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default --json benchmarks/results/iteration-cuda.json
-	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default-compiled --json benchmarks/results/iteration-cuda-compiled.json
-	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default --bf16 --json benchmarks/results/iteration-cuda-bf16.json
-	$(BIN)/python -m benchmarks iteration $(CUDA) --only cards-64-default-compiled --bf16 --json benchmarks/results/iteration-cuda-bf16-compiled.json
+	$(BIN)/python -m benchmarks iteration $(CUDA) --only $(CASES) --json benchmarks/results/iteration-cuda.json
+	$(BIN)/python -m benchmarks iteration $(CUDA) --only $(CASES) --bf16 --json benchmarks/results/iteration-cuda-bf16.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

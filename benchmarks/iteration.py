@@ -1,6 +1,6 @@
 """An iteration of PPO with memory, against RLlib's MLP and LSTM: what memory costs.
 
-    python -m benchmarks iteration [--json FILE] [--only cards-16-gru] [--profile]
+    python -m benchmarks iteration [--json FILE] [--only cards-16-gru ...] [--profile]
     python -m benchmarks iteration --device cuda [--bf16]
 
 Every memory of the package at its default size, on our connectors, in every case; the default one
@@ -74,9 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument(
         "--only",
+        nargs="+",
         metavar="CASE",
         choices=[*CASES, *NAMES],
-        help="a single case: a task with all memories, `cards-16`, or with one, `cards-16-gru`",
+        help="single cases: a task with all memories, `cards-16`, or with one, `cards-16-gru`",
     )
     parser.add_argument(
         "--profile", action="store_true", help="print where our time goes, without measuring"
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     """
     records = []
     for name, (case, _) in NAMES.items():
-        if args.only not in (None, case, name):
+        if args.only and not {case, name} & {*args.only}:
             continue
         if args.profile:
             print_profiles(name, device=args.device)

@@ -113,7 +113,7 @@ def test_unequal_sizes_are_refused():
 
 @pytest.mark.ray
 def test_only_and_profile(short, capsys):
-    arguments = argparse.Namespace(only="cards-16-gru", profile=True, device="cpu", runs=1)
+    arguments = argparse.Namespace(only=["cards-16-gru"], profile=True, device="cpu", runs=1)
     assert iteration.run(arguments) == []
     printed = capsys.readouterr().out
     for metric in iteration.METRICS:
