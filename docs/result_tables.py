@@ -1,6 +1,7 @@
 """What single pages show of `benchmarks/results/*.json`, as Markdown tables."""
 
 import importlib
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -178,16 +179,35 @@ def popgym_settings() -> str:
     return markdown(headings, lines, num_names=3)
 
 
-def _popgym_records(path: Path) -> list[Row]:
-    runs, scores = _benchmarks("popgym_runs"), _benchmarks("popgym_scores")
-    tasks = _module("examples.popgym_tasks")
+def first_task(path: Path = RESULTS / "popgym.jsonl") -> str:
+    """What each memory needs for the task that `make train` trains on, seed 0."""
+    task = "RepeatPreviousEasy"
+    runs = [r for r in _popgym_runs(path) if (r.trial.task, r.trial.seed) == (task, 0)]
+    lines = []
+    for run in sorted(runs, key=lambda run: (run.steps_to(0.9), -run.best)):
+        steps = run.steps_to(0.9)
+        text = f"{steps:,}" if math.isfinite(steps) else f"not in {run.steps[-1]:,}"
+        lines.append([f"`{run.trial.memory}`", text, f"{run.best:.2f}"])
+    headings = (task, "steps to 0.9", "best return")
+    command = f"`python -m benchmarks popgym --tasks {task} --seeds 1 --steps 300000`"
+    return markdown(headings, lines) + f"\n\n{command}"
+
+
+def _popgym_runs(path: Path) -> list[Any]:
+    """Those with the settings and the learning rates that the tables have now."""
+    runs, tasks = _benchmarks("popgym_runs"), _module("examples.popgym_tasks")
 
     def settings_of(trial: Any) -> dict:
         return tasks.settings(trial.task, trial.memory, lr=trial.lr)
 
     kept = runs.current(runs.load(path), settings_of)
-    usual = [run for run in kept if run.trial.lr == tasks.MODELS[run.trial.memory].lr]
-    return scores.summary(usual, tasks.tasks(), list(tasks.MODELS))
+    return [run for run in kept if run.trial.lr == tasks.MODELS[run.trial.memory].lr]
+
+
+def _popgym_records(path: Path) -> list[Row]:
+    tasks = _module("examples.popgym_tasks")
+    scores = _benchmarks("popgym_scores")
+    return scores.summary(_popgym_runs(path), tasks.tasks(), list(tasks.MODELS))
 
 
 def _benchmarks(name: str) -> Any:
