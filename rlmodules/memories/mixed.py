@@ -47,7 +47,7 @@ class MixedConfig(
     layers: list[Kind] = field(default_factory=lambda: ["window", "gated_delta"])
     """The mixers, the first one next to the input."""
 
-    num_layers: Count | None = None  # pyright: ignore
+    num_layers: Count = 2
     """Follows from `layers`."""
 
     positions: Positions = "none"
@@ -61,7 +61,7 @@ class MixedConfig(
                 "`layers` is [], but a stack has at least one block. Name its mixers, for example "
                 "['window', 'gated_delta']."
             )
-        if self.num_layers not in (None, len(self.layers)):
+        if self.num_layers not in (2, len(self.layers)):
             raise ValueError(
                 f"`num_layers` is {self.num_layers}, but `layers` has {len(self.layers)}. Leave "
                 "`num_layers` out."

@@ -227,7 +227,7 @@ def test_states_of_one_name_are_of_one_size():
     ("settings", "message"),
     [
         ({"layers": []}, r"`layers` is \[\], but a stack has at least one block"),
-        ({"layers": ["gru"] * 3, "num_layers": 2}, "`num_layers` is 2, but `layers` has 3"),
+        ({"layers": ["gru"] * 3, "num_layers": 4}, "`num_layers` is 4, but `layers` has 3"),
         ({"layers": ["windows"]}, r"`layers` is \['windows'\], but must be a list"),
     ],
 )
