@@ -373,6 +373,7 @@ def test_rollouts_are_compiled_if_asked_to(traces, monkeypatch):
     assert_close(outputs[True], outputs[False])
 
 
+@pytest.mark.slow
 def test_inductor():
     """The real compiler: the same numbers, for batches of other sizes as well."""
     eager, compiled = build(compile=False), build()
