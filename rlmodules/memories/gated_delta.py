@@ -50,8 +50,10 @@ class GatedDeltaMixer(HeadsMixer):
         qk = unit_length(qk)
         if turn is not None:
             qk = rotate(qk, turn)
+        q, k = qk.unbind()
         out, S = delta_rule(
-            *qk.unbind(),
+            q,
+            k,
             v,
             self.written_share(h),
             state["S"],

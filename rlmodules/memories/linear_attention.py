@@ -61,8 +61,10 @@ class LinearAttentionMixer(HeadsMixer):
         if self.write_gate is not None:
             v = v * self.written_share(h)[..., None]
         S, normalize = state["S"], self.normalizer == "sum"
+        q, k = qk.unbind()
         out, (new_S, z) = linear_attention(
-            *qk.unbind(),
+            q,
+            k,
             v,
             (S, state["z"] if normalize else S[..., 0]),
             log_decay=self.log_decay(h, S),

@@ -121,7 +121,7 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         return MemoryCore(encoder, config.build_memory(encoder.output_dim))
 
     @override(TorchRLModule)
-    def forward_exploration(self, batch: Mapping[str, Any], **kwargs: Any) -> Any:
+    def forward_exploration(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """RLlib's; where `compile` is True, a rollout's steps run compiled as well.
 
         Not with "auto": an EnvRunner that compiles for a minute may miss RLlib's deadline.
