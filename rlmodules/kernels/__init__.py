@@ -1,10 +1,12 @@
 """Recurrences as pure functions on tensors, each beside its reference loop. Torch only."""
 
 from rlmodules.kernels.delta_rule import delta_rule
+from rlmodules.kernels.gru import gru
 from rlmodules.kernels.linear_attention import linear_attention
 from rlmodules.kernels.reference import (
     NEUTRAL_MAX,
     delta_rule_reference,
+    gru_reference,
     linear_attention_reference,
     max_attention_reference,
     relative_attention_reference,
@@ -21,6 +23,8 @@ __all__ = [
     "complex_scan",
     "delta_rule",
     "delta_rule_reference",
+    "gru",
+    "gru_reference",
     "linear_attention",
     "linear_attention_reference",
     "max_attention",

@@ -119,6 +119,31 @@ def max_attention_reference(
     return torch.stack(outputs, 2), S
 
 
+def gru_reference(
+    x: Tensor,
+    h0: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor,
+    bias_hh: Tensor,
+    *,
+    resets: Tensor | None = None,
+) -> Tensor:
+    """A layer of a GRU, one step after the other.
+
+    Arguments, results and source as in [`gru`][rlmodules.kernels.gru].
+    """
+    h, outputs = h0, []
+    for t in range(x.shape[1]):
+        (h,) = _reset((h,), (torch.zeros_like(h),), resets, None, t)
+        given = (x[:, t] @ weight_ih.T + bias_ih).chunk(3, 1)
+        hidden = (h @ weight_hh.T + bias_hh).chunk(3, 1)
+        r, z = (torch.sigmoid(given[i] + hidden[i]) for i in range(2))
+        h = (1 - z) * torch.tanh(given[2] + r * hidden[2]) + z * h
+        outputs.append(h)
+    return torch.stack(outputs, 1)
+
+
 def short_convolution_reference(
     x: Tensor,
     weight: Tensor,

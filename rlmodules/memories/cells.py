@@ -1,4 +1,4 @@
-"""GRU and LSTM: torch's fused cells, with or without the residual frame."""
+"""GRU and LSTM: torch's weights and fused kernels, with or without the residual frame."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rlmodules.kernels import gru
 from rlmodules.memories.memory import Memory, State, mask_padding
 from rlmodules.memories.options import Count
 from rlmodules.memories.residual import BlockStack, Mixer, StackConfig
@@ -16,8 +17,9 @@ from rlmodules.memories.residual import BlockStack, Mixer, StackConfig
 class CellMixer(Mixer):
     """One layer of a GRU, `h (D)`, or of an LSTM, `h (D)` and `c (D)`.
 
-    Rows run through torch's fused kernel, `O(T D^2)`, one step after the other. Resets cut a row
-    into parts; those of about the same length run side by side.
+    Rows run one step after the other, `O(T D^2)`: a GRU's on CPUs through our kernel, which knows
+    resets, all others through torch's fused ones. There resets cut a row into parts; those of about
+    the same length run side by side.
 
     Args:
         kind: "gru" or "lstm".
@@ -59,6 +61,9 @@ class CellMixer(Mixer):
             states = tuple(state[key].to(weight.dtype) for key in self.keys)
             if h.shape[1] == 1:
                 out, states = self._step(x, states, valid, resets)
+            elif len(states) == 1 and x.device.type == "cpu":
+                out = gru(x, states[0], *self.cell.all_weights[0], resets=resets)
+                states = (out[:, -1] if valid is None else _last_valid(out, valid, states[0]),)
             else:
                 out, states = self._row(x, states, valid, resets)
         new_state = {
@@ -105,23 +110,19 @@ class CellMixer(Mixer):
         if valid is None:
             out, last = self.cell(x, first if len(first) > 1 else first[0])
             return out, tuple(s[0] for s in (last if len(first) > 1 else (last,)))
-        lengths = valid.sum(1)
-        index = (lengths - 1).clamp(min=0)
         if len(states) == 1:
             # A GRU's state is its output: packing would take up to four times as long.
             out, _ = self.cell(x, first[0])
-            last = (out[torch.arange(len(out), device=out.device), index],)
-        else:
-            packed = nn.utils.rnn.pack_padded_sequence(
-                x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
-            )
-            out, last = self.cell(packed, first)
-            out, _ = nn.utils.rnn.pad_packed_sequence(
-                out, batch_first=True, total_length=x.shape[1]
-            )
-            last = tuple(s[0] for s in last)
+            return out, (_last_valid(out, valid, states[0]),)
+        lengths = valid.sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
+        )
+        out, last = self.cell(packed, first)
+        out, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
         is_there = (lengths > 0)[:, None]
-        return out, tuple(torch.where(is_there, a, b) for a, b in zip(last, states, strict=True))
+        pairs = zip(last, states, strict=True)
+        return out, tuple(torch.where(is_there, a[0], b) for a, b in pairs)
 
     def _step(self, x, states, valid, resets):
         """The same for a single step, in operations that can be exported."""
@@ -137,6 +138,13 @@ class CellMixer(Mixer):
         if valid is not None:
             new = tuple(torch.where(valid, a, b) for a, b in zip(new, states, strict=True))
         return new[0][:, None], new
+
+
+def _last_valid(out: Tensor, valid: Tensor, before: Tensor) -> Tensor:
+    """The output of each row's last valid step; the state before in rows without one."""
+    lengths = valid.sum(1)
+    last = out[torch.arange(len(out), device=out.device), (lengths - 1).clamp(min=0)]
+    return torch.where((lengths > 0)[:, None], last, before)
 
 
 class Cells(Memory):
