@@ -207,7 +207,7 @@ def _recur_(out: Tensor, a: Tensor, b: Tensor, h: Tensor, *, reverse: bool = Fal
     if reverse:
         in_blocks, rest = slice(T - N * C, None), slice(None, T - N * C)
     out_blocks, a_blocks, b_blocks = (x[:, in_blocks].unflatten(1, (N, C)) for x in (out, a, b))
-    sums = _loop_(None, a_blocks, b_blocks, torch.zeros_like(b[:, :N]), 2, reverse)
+    sums = _last_sums(a_blocks, b_blocks, reverse)
     after = torch.empty_like(sums)
     _recur_(after, a_blocks.prod(2), sums, h, reverse=reverse)
     before = (after[:, 1:], h[:, None]) if reverse else (h[:, None], after[:, :-1])
@@ -216,11 +216,19 @@ def _recur_(out: Tensor, a: Tensor, b: Tensor, h: Tensor, *, reverse: bool = Fal
     return _loop_(out[:, rest], a[:, rest], b[:, rest], h, 1, reverse)
 
 
+def _last_sums(a, b, reverse):
+    """The last state of each block `(B, N, C, D)` that starts from zero."""
+    a, b = (x.unbind(2)[:: -1 if reverse else 1] for x in (a, b))
+    h = b[0].clone()
+    for a_t, b_t in zip(a[1:], b[1:], strict=True):
+        torch.addcmul(b_t, a_t, h, out=h)
+    return h
+
+
 def _loop_(out, a, b, h, dim, reverse):
-    """As `_recur_`, step by step along an axis; without `out` only the last state is kept, in h."""
-    steps = range(b.shape[dim])
-    a, b = a.unbind(dim), b.unbind(dim)
-    out = [h] * len(b) if out is None else out.unbind(dim)
-    for t in reversed(steps) if reverse else steps:
-        h = torch.addcmul(b[t], a[t], h, out=out[t])
+    """As `_recur_`, step by step along an axis."""
+    order = slice(None, None, -1 if reverse else 1)
+    steps = (x.unbind(dim)[order] for x in (out, a, b))
+    for out_t, a_t, b_t in zip(*steps, strict=True):
+        h = torch.addcmul(b_t, a_t, h, out=out_t)
     return h
