@@ -1,14 +1,15 @@
 # Every target works on a fresh clone: it first creates `.venv` with the tested versions.
-# The tested Python where there is one. `PYTHON=python3.13` takes another and `RAY=2.58.1` another
-# Ray, each in an environment of its own: `.venv-py3.13`, `.venv-ray2.58.1`.
+# The tested Python where there is one. `PYTHON=python3.13` takes another, `RAY=2.58.1` another Ray and
+# `TORCH=2.15.0` another torch, each in an environment of its own: `.venv-py3.13`, `.venv-ray2.58.1`.
 DEFAULT := $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
 PYTHON ?= $(DEFAULT)
 RAY ?=
+TORCH ?=
 # pyenv only runs versions that are selected: select all that are installed.
 SELECT := PYENV_VERSION=$(shell pyenv versions --bare 2>/dev/null | sort -rV | paste -sd:)
 INTERPRETER := $(shell $(SELECT) $(PYTHON) -c 'import sys; print(sys.executable)')
 version = $(shell $(INTERPRETER) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-VENV := .venv$(if $(filter-out $(DEFAULT),$(PYTHON)),-py$(version))$(if $(RAY),-ray$(RAY))
+VENV := .venv$(if $(filter-out $(DEFAULT),$(PYTHON)),-py$(version))$(if $(RAY),-ray$(RAY))$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -33,12 +34,12 @@ help:
 	@echo "make dist           build wheel and source distribution into dist/"
 	@echo "make clean          remove the environments, caches and built files"
 	@echo
-	@echo "PYTHON=python3.13 and RAY=2.58.1 choose other versions, in environments of their own"
+	@echo "PYTHON=python3.13, RAY=2.58.1 and TORCH=2.15.0 choose other versions, in environments of their own"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(INTERPRETER) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(INTERPRETER) -m venv $(VENV)
-	$(if $(RAY),sed 's/^ray==.*/ray==$(RAY)/',cat) constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(RAY),s/^ray==.*/ray==$(RAY)/;)$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
@@ -98,5 +99,5 @@ dist: $(STAMP)
 	$(BIN)/python -m build $(ARGS)
 
 clean:
-	rm -rf .venv .venv-py* .venv-ray* site build dist .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-* site build dist .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,7 @@ def jobs() -> list:
 
 def dry_run(*arguments: str) -> str:
     """What make would run, whatever it was called with itself."""
-    given = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "RAY", "ARGS")
+    given = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "RAY", "TORCH", "ARGS")
     environ = {name: value for name, value in os.environ.items() if name not in given}
     command = ["make", "--dry-run", "--always-make", *arguments]
     return subprocess.run(
@@ -46,17 +46,19 @@ def test_help_lists_every_target() -> None:
     [
         ([], ".venv"),
         (["RAY=2.58.1"], ".venv-ray2.58.1"),
+        (["TORCH=2.15.0"], ".venv-torch2.15.0"),
         ([f"PYTHON={sys.executable}"], f".venv-py{PYTHON}"),
         ([f"PYTHON={sys.executable}", "RAY=2.58.1"], f".venv-py{PYTHON}-ray2.58.1"),
     ],
 )
-def test_each_python_and_ray_has_its_own_environment(versions: list[str], folder: str) -> None:
+def test_each_version_has_its_own_environment(versions: list[str], folder: str) -> None:
     *_, test = dry_run("test-ray", *versions).splitlines()
     assert test.startswith(f"{folder}/bin/python -m pytest")
 
 
-def test_another_ray_is_all_that_differs_from_the_tested_versions() -> None:
-    (command,) = (line for line in dry_run("test", "RAY=2.58.1").splitlines() if "sed" in line)
+@pytest.mark.parametrize("version", ["RAY=2.58.1", "TORCH=2.15.0"])
+def test_another_version_is_all_that_differs_from_the_tested_ones(version: str) -> None:
+    (command,) = (line for line in dry_run("test", version).splitlines() if "sed" in line)
     constraints = subprocess.run(
         command.partition(">")[0], cwd=ROOT, shell=True, capture_output=True, text=True, check=True
     ).stdout
@@ -64,7 +66,10 @@ def test_another_ray_is_all_that_differs_from_the_tested_versions() -> None:
     differ = [
         pair for pair in zip(tested, constraints.splitlines(), strict=True) if len({*pair}) > 1
     ]
-    assert differ == [("ray==2.60.0", "ray==2.58.1")]
+    name, number = version.lower().split("=")
+    assert [(before.split("==")[0], after) for before, after in differ] == [
+        (name, f"{name}=={number}")
+    ]
 
 
 @pytest.mark.parametrize("job", jobs())
