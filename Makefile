@@ -1,6 +1,6 @@
 # Every target works on a fresh clone: it first creates `.venv` with the tested versions.
 # The tested Python where there is one. `PYTHON=python3.13` takes another, `RAY=2.58.1` another Ray and
-# `TORCH=2.15.0` another torch, each in an environment of its own: `.venv-py3.13`, `.venv-ray2.58.1`.
+# `TORCH=2.14.1` another torch, each in an environment of its own: `.venv-py3.13`, `.venv-ray2.58.1`.
 DEFAULT := $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
 PYTHON ?= $(DEFAULT)
 RAY ?=
@@ -34,7 +34,7 @@ help:
 	@echo "make dist           build wheel and source distribution into dist/"
 	@echo "make clean          remove the environments, caches and built files"
 	@echo
-	@echo "PYTHON=python3.13, RAY=2.58.1 and TORCH=2.15.0 choose other versions, in environments of their own"
+	@echo "PYTHON=python3.13, RAY=2.58.1 and TORCH=2.14.1 choose other versions, in environments of their own"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(INTERPRETER) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'

@@ -46,7 +46,7 @@ def test_help_lists_every_target() -> None:
     [
         ([], ".venv"),
         (["RAY=2.58.1"], ".venv-ray2.58.1"),
-        (["TORCH=2.15.0"], ".venv-torch2.15.0"),
+        (["TORCH=2.14.1"], ".venv-torch2.14.1"),
         ([f"PYTHON={sys.executable}"], f".venv-py{PYTHON}"),
         ([f"PYTHON={sys.executable}", "RAY=2.58.1"], f".venv-py{PYTHON}-ray2.58.1"),
     ],
@@ -56,7 +56,7 @@ def test_each_version_has_its_own_environment(versions: list[str], folder: str) 
     assert test.startswith(f"{folder}/bin/python -m pytest")
 
 
-@pytest.mark.parametrize("version", ["RAY=2.58.1", "TORCH=2.15.0"])
+@pytest.mark.parametrize("version", ["RAY=2.58.1", "TORCH=2.14.1"])
 def test_another_version_is_all_that_differs_from_the_tested_ones(version: str) -> None:
     (command,) = (line for line in dry_run("test", version).splitlines() if "sed" in line)
     constraints = subprocess.run(
