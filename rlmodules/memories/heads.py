@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -139,7 +138,9 @@ class HeadsMixer(Mixer):
             if self.short_conv_activation == "silu":
                 qkv = F.silu(qkv)
         # One copy here; what follows is several times slower on permuted strides.
-        qkv = rearrange(qkv, "B T (n H K) -> n B H T K", n=3, H=self.num_heads).contiguous()
+        qkv = (
+            qkv.unflatten(2, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).contiguous()
+        )
         # `split`, not slices: the gradient of a slice fills a tensor of the whole's size.
         qk, v = qkv.split([2, 1])
         return qk, v.squeeze(0), new_state
@@ -157,7 +158,7 @@ class HeadsMixer(Mixer):
 
     def leave(self, out: Tensor, h: Tensor) -> Tensor:
         """From the heads' outputs `(B, H, T, K)` to the mixer's, `(B, T, D)`."""
-        out = rearrange(out, "B H T V -> B T (H V)").to(h.dtype)
+        out = out.transpose(1, 2).flatten(2).to(h.dtype)
         if self.output_gate is not None:
             out = out * F.silu(self.output_gate(h))
         return self.out(out)
