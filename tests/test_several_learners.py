@@ -177,15 +177,20 @@ def equal(one, other):
 def settled(algo):
     """Weights and numbers of updates, once no Learner trains any more.
 
-    In APPO and IMPALA Learners train on after `train` has returned, until their queues are empty.
+    In APPO and IMPALA Learners train on after `train` has returned, until their queues are empty;
+    on a busy machine a step may take longer than the pause between two looks, on one of them too.
     """
-    seen: list = []
+    states, counts = [], []
     for _ in range(100):
-        before, seen = seen, of_all_learners(algo, weights)
-        if before and all(equal(before[0], state) for state in [*before, *seen]):
+        before = states, counts
+        states, counts = of_all_learners(algo, weights), of_all_learners(algo, num_updates)
+        agree = all(equal(states[0], state) for state in states) and counts == counts[:1] * len(
+            counts
+        )
+        if agree and before[1] == counts and equal(before[0][0], states[0]):
             break
         time.sleep(0.2)
-    return seen, of_all_learners(algo, num_updates)
+    return states, counts
 
 
 @pytest.mark.parametrize(("name", "num_learners", "num_policies", "lengths", "interval"), CASES)
