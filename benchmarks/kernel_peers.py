@@ -1,6 +1,5 @@
 """Forward and backward passes of our kernel and of those it is compared with, on the same data."""
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlmodules.kernels import linear_attention
-
-# The package's function of this name hides the module.
-CHUNK_SIZE: int = importlib.import_module("rlmodules.kernels.linear_attention").CHUNK_SIZE
+from rlmodules.kernels.linear_attention import chunk_size_of
 
 Pass = Callable[[], list[Tensor]]
 """Runs forward and backward; returns the output and the gradients of q, k and v."""
@@ -159,14 +156,14 @@ SAME_FUNCTION = ("popgym", "fla")
 """The peers that compute what our kernel computes."""
 
 
-def multiply_adds(case: Case, chunk_size: int = CHUNK_SIZE) -> int:
+def multiply_adds(case: Case, chunk_size: int | None = None) -> int:
     """Multiply-adds of the chunkwise form's matrix products, forward and backward.
 
     A chunk of C steps takes q k^T and A v (`C x C`), k^T v and q S (`C x K x K`); the backward pass
     two products for each. What else the kernel does - sums of states, normaliser, decay - counts
     as nothing.
     """
-    num_chunks = -(-case.T // chunk_size)
+    num_chunks = -(-case.T // (chunk_size or chunk_size_of(case.K)))
     C = -(-case.T // num_chunks)
     forward = 2 * C * C * case.K + 2 * C * case.K * case.K
     return 3 * case.B * case.H * num_chunks * forward

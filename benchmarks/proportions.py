@@ -7,7 +7,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.harness import Record, alternate, machine_info, record, timed
-from benchmarks.kernel_peers import CHUNK_SIZE, Case, Inputs, multiply_adds, ours
+from benchmarks.kernel_peers import Case, Inputs, chunk_size_of, multiply_adds, ours
 from rlmodules.tools.drawing import EITHER_GROUND
 
 PEER = "proportion"
@@ -60,7 +60,7 @@ def compare(
             unit="s",
             target=target,
             machine=machine_info(device),
-            chunk_size=CHUNK_SIZE,
+            chunk_size=chunk_size_of(case.K),
             axis=axis,
         )
         for case in cases

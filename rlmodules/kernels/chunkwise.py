@@ -54,13 +54,19 @@ class ChunkwiseAttention(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         factors = _factors(log_decay, episode, q)
+        A, values = q @ k.mT, v
         # Weights of 0 would not keep a NaN in v from the steps before it: where v is not finite,
-        # the weights of its step are NaN instead.
-        A = _mask_((q @ k.mT).add_((v.sum(-1) * 0).unsqueeze(2)), factors)
+        # the weights of its step are NaN instead. Looked up where that interrupts nothing.
+        marks = v.sum(-1) * 0
+        can_look = v.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not can_look or marks.any():
+            A += marks.unsqueeze(2)
+            values = v.nan_to_num(0.0, 0.0, 0.0)
+        A = _mask_(A, factors)
         read, write = _scale(q, factors.read), _scale(k, factors.write)
         # What each chunk adds to the state becomes the state before it.
         states, S = _scan_(write.mT @ v, S, factors.carry)
-        out = _add_product_(A @ v.nan_to_num(0.0, 0.0, 0.0), read, states)
+        out = _add_product_(A @ values, read, states)
         sums = norm = None
         if z is not None:
             sums, z = _scan_(write.sum(2), z, factors.carry)
@@ -131,8 +137,8 @@ def _factors(log_decay: Tensor | None, episode: Tensor | None, q: Tensor) -> Fac
     if log_decay is not None:
         # In float64: behind a step that forgets much, differences of sums would lose their digits.
         G = log_decay.double().clamp(min=NOTHING_LEFT).cumsum(-1)
-        # At most 0 before the exponential: above the diagonal it would overflow.
-        inside = (G[..., :, None] - G[..., None, :]).to(q.dtype).clamp_(max=0.0).exp_()
+        # Infinite far above the diagonal, where `_mask_` puts zeros.
+        inside = (G[..., :, None] - G[..., None, :]).to(q.dtype).exp_()
         decays = G.exp().to(q.dtype), inside[..., -1, :], G[..., -1].exp().to(q.dtype)
         read, write, carry = (
             decay if same is None else decay * same
