@@ -38,7 +38,9 @@ def print_profile(
         ("Python functions", python_functions),
         ("torch operators", torch_operators),
     ):
-        console.print(_table(f"{title}: {what}", entries(function, arguments(), device)))
+        found = entries(function, arguments(), device)
+        console.print(f"{title}: {what}, {sum(seconds for *_, seconds in found):.2f} s")
+        console.print(_table(found))
 
 
 def python_functions(function: Callable[..., Any], arguments: tuple, device: str) -> list[Entry]:
@@ -59,14 +61,15 @@ def torch_operators(function: Callable[..., Any], arguments: tuple, device: str)
     return [(e.key, e.count, getattr(e, time) * 1e-6) for e in profiler.key_averages()]
 
 
-def _table(title: str, entries: Iterable[Entry]) -> Table:
+def _table(entries: Iterable[Entry]) -> Table:
     entries = sorted(entries, key=lambda entry: entry[2], reverse=True)
     total = sum(seconds for _, _, seconds in entries)
-    table = Table(title=f"{title}, {total:.2f} s", title_justify="left")
+    table = Table(expand=True)
     table.add_column("own time", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("calls", justify="right", no_wrap=True)
-    table.add_column("", overflow="ellipsis", no_wrap=True)
+    # A ratio: this column is what is cut where names are long, not the numbers.
+    table.add_column("", overflow="ellipsis", no_wrap=True, ratio=1)
     for name, calls, seconds in entries[:NUM_ENTRIES]:
         # The backslash keeps rich from reading a bracket as markup.
         name = name.replace("[", "\\[")

@@ -54,19 +54,13 @@ class ChunkwiseAttention(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         factors = _factors(log_decay, episode, q)
-        A, values = q @ k.mT, v
-        # Weights of 0 would not keep a NaN in v from the steps before it: where v is not finite,
-        # the weights of its step are NaN instead. Looked up where that interrupts nothing.
-        marks = v.sum(-1) * 0
-        can_look = v.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not can_look or marks.any():
-            A += marks.unsqueeze(2)
-            values = v.nan_to_num(0.0, 0.0, 0.0)
+        A = q @ k.mT
+        values = move_nan_(v, A)
         A = _mask_(A, factors)
         read, write = _scale(q, factors.read), _scale(k, factors.write)
         # What each chunk adds to the state becomes the state before it.
         states, S = _scan_(write.mT @ v, S, factors.carry)
-        out = _add_product_(A @ values, read, states)
+        out = add_product_(A @ values, read, states)
         sums = norm = None
         if z is not None:
             sums, z = _scan_(write.sum(2), z, factors.carry)
@@ -109,9 +103,9 @@ def _gradients(ctx: Any, d_out: Tensor, d_S: Tensor, d_z: Tensor | None) -> tupl
         d_sums, d_first_sum = _scan_(d_sums, d_z, factors.carry, reverse=True)
         d_read.addcmul_(d_norm, sums.unsqueeze(2))
         d_write += d_sums.unsqueeze(2)
-    d_q = _add_product_(_scale(d_read, factors.read), d_A, k)
-    d_k = _add_product_(_scale(d_write, factors.write), d_A.mT, q)
-    d_v = _add_product_(A.mT @ d_out, write, d_states)
+    d_q = add_product_(_scale(d_read, factors.read), d_A, k)
+    d_k = add_product_(_scale(d_write, factors.write), d_A.mT, q)
+    d_v = add_product_(A.mT @ d_out, write, d_states)
     d_log_decay = None
     if ctx.has_decay:
         final = (d_S * S).sum((1, 2))
@@ -165,6 +159,23 @@ def _decay_gradient(q, d_q, k, d_k, final, episode):
     return later.view(q.shape[:3])
 
 
+def move_nan_(v: Tensor, A: Tensor) -> Tensor:
+    """Makes the weights `A (..., C, C)` of steps NaN whose values are not finite.
+
+    A weight of 0 would not keep a NaN in v from the steps before it.
+
+    Returns:
+        The values, `(..., C, V)`, all finite.
+    """
+    marks = v.sum(-1) * 0
+    # Two passes over large tensors, left out where looking interrupts nothing.
+    can_look = v.device.type == "cpu" and not torch.compiler.is_compiling()
+    if can_look and not marks.any():
+        return v
+    A += marks.unsqueeze(-2)
+    return v.nan_to_num(0.0, 0.0, 0.0)
+
+
 def _mask_(A: Tensor, factors: Factors) -> Tensor:
     if factors.inside is not None:
         A *= factors.inside
@@ -197,6 +208,6 @@ def _scan_(
     return x, running
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`out += a @ b`, in one pass."""
     return out.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1)).view_as(out)

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.linalg import solve_triangular
 
+from rlmodules.kernels.chunkwise import add_product_, move_nan_
+
 
 class Decays(NamedTuple):
-    """What decay and resets multiply with; without them 1, and 0 above the diagonal."""
+    """What decay and resets multiply with; None where that is 1."""
 
-    inside: Tensor
-    """`(G, N, C, C)` or `(C, C)`: from step j to step i of a chunk, 0 above the diagonal."""
+    inside: Tensor | None
+    """`(G, N, C, C)`: from step j to step i of a chunk, 0 above the diagonal."""
     read: Tensor | None
     """`(G, N, C, 1)`: from the state before the chunk to step i."""
     write: Tensor | None
@@ -53,15 +55,15 @@ class ChunkwiseDelta(torch.autograd.Function):
         beta = beta.unsqueeze(-1)
         erase = beta * k
         # The solve reads no diagonal and nothing above it.
-        L = (erase @ k.mT).mul_(decays.inside)
+        L = _decay_(erase @ k.mT, decays)
         values = torch.cat([beta * v, _scale(erase, decays.read)], -1)
         U, W = _solve(L, values).split([v.shape[-1], k.shape[-1]], -1)
         write = _scale(k, decays.write)
         U, states, S = _write(U, W, write, decays.carry, S)
-        # Weights of 0 would not keep a NaN in U from the steps before it: where U is not finite,
-        # the weights of its step are NaN instead.
-        A = (q @ k.mT).add_((U.sum(-1) * 0).unsqueeze(2)).mul_(decays.inside).tril_()
-        out = _add_product_(A @ U.nan_to_num(0.0, 0.0, 0.0), _scale(q, decays.read), states)
+        A = q @ k.mT
+        written = move_nan_(U, A)
+        A = _decay_(A, decays).tril_()
+        out = add_product_(A @ written, _scale(q, decays.read), states)
         ctx.save_for_backward(q, k, v, beta, A, L, U, W, states, S, episode, *decays)
         ctx.has_decay = log_decay is not None
         return out, S
@@ -83,15 +85,15 @@ def _gradients(ctx: Any, d_out: Tensor, d_S: Tensor) -> tuple:
     d_U, d_states, d_first = _unwrite(A.mT @ d_out, read.mT @ d_out, W, write, decays.carry, d_S)
     # Of the right-hand side of the solve, `beta v - beta k S`; L gets the product of the two.
     d_rhs = _solve(L.mT, d_U, upper=True)
-    d_L = (d_rhs @ U.mT).mul_(decays.inside).neg_().tril_(-1)
-    d_A = (d_out @ U.mT).mul_(decays.inside)
+    d_L = _decay_(d_rhs @ U.mT, decays).neg_().tril_(-1)
+    d_A = _decay_(d_out @ U.mT, decays).tril_()
 
     # A key has two roles: what is looked up and erased, and what is written to.
     d_erase = _scale(d_rhs @ states.mT, decays.read).neg_()
-    d_erase = _add_product_(d_erase, d_L, k)
+    d_erase = add_product_(d_erase, d_L, k)
     d_write = _scale(U @ d_states.mT, decays.write)
-    d_write = _add_product_(_add_product_(d_write, d_L.mT, beta * k), d_A.mT, q)
-    d_q = _add_product_(_scale(d_out @ states.mT, decays.read), d_A, k)
+    d_write = add_product_(add_product_(d_write, d_L.mT, beta * k), d_A.mT, q)
+    d_q = add_product_(_scale(d_out @ states.mT, decays.read), d_A, k)
     erased = (d_erase * k).sum(-1)
     d_beta = (d_rhs * v).sum(-1) + erased
     d_log_decay = None
@@ -140,10 +142,10 @@ def _solve(L: Tensor, x: Tensor, *, upper: bool = False) -> Tensor:
 
 
 def _decays(log_decay: Tensor | None, episode: Tensor | None, q: Tensor) -> Decays:
+    if log_decay is None and episode is None:
+        return Decays(None, None, None, None)
     C = q.shape[2]
     mask = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
-    if log_decay is None and episode is None:
-        return Decays(mask.to(q.dtype), None, None, None)
     read = carry = torch.ones_like(q[:, :, :, :1])
     inside = mask.to(q.dtype)
     if log_decay is not None:
@@ -172,9 +174,8 @@ def _sum_later(x: Tensor, episode: Tensor | None) -> Tensor:
     return later.view(x.shape)
 
 
-def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`out += a @ b`, in one pass."""
-    return out.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1)).view_as(out)
+def _decay_(A: Tensor, decays: Decays) -> Tensor:
+    return A if decays.inside is None else A.mul_(decays.inside)
 
 
 def _scale(x: Tensor, factor: Tensor | None, n: int | None = None) -> Tensor:

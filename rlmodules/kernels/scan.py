@@ -207,22 +207,24 @@ def _recur_(out: Tensor, a: Tensor, b: Tensor, h: Tensor, *, reverse: bool = Fal
     if reverse:
         in_blocks, rest = slice(T - N * C, None), slice(None, T - N * C)
     out_blocks, a_blocks, b_blocks = (x[:, in_blocks].unflatten(1, (N, C)) for x in (out, a, b))
-    sums = _last_sums(a_blocks, b_blocks, reverse)
+    products, sums = _alone(a_blocks, b_blocks, reverse)
     after = torch.empty_like(sums)
-    _recur_(after, a_blocks.prod(2), sums, h, reverse=reverse)
+    _recur_(after, products, sums, h, reverse=reverse)
     before = (after[:, 1:], h[:, None]) if reverse else (h[:, None], after[:, :-1])
     h = _loop_(out_blocks, a_blocks, b_blocks, torch.cat(before, 1), 2, reverse)
     h = h[:, 0 if reverse else -1]
     return _loop_(out[:, rest], a[:, rest], b[:, rest], h, 1, reverse)
 
 
-def _last_sums(a, b, reverse):
-    """The last state of each block `(B, N, C, D)` that starts from zero."""
+def _alone(a, b, reverse):
+    """Of each block `(B, N, C, D)` the product of all factors, and its last state from zero."""
     a, b = (x.unbind(2)[:: -1 if reverse else 1] for x in (a, b))
-    h = b[0].clone()
+    product, h = a[0].clone(), b[0].clone()
     for a_t, b_t in zip(a[1:], b[1:], strict=True):
         torch.addcmul(b_t, a_t, h, out=h)
-    return h
+        # Here, and not for all blocks at once: a_t is in the caches.
+        product *= a_t
+    return product, h
 
 
 def _loop_(out, a, b, h, dim, reverse):
