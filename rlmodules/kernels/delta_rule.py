@@ -6,8 +6,7 @@ from torch.nn.functional import pad
 
 from rlmodules.kernels.chunkwise_delta import ChunkwiseDelta
 
-# Steps of a chunk. The solve inside of one grows with its square: for narrow heads, half as long takes
-# half the time.
+# Steps of a chunk. The solve inside of one grows with its square: narrow heads gain from shorter ones.
 NARROW_CHUNK, WIDE_CHUNK, WIDE = 16, 32, 64
 
 
@@ -45,7 +44,7 @@ def delta_rule(
         valid: False on right padding, `(B, T)` bool. Padding changes no valid output and not the
             returned state, whatever it holds. None: all steps are valid.
         resets: True where a new episode starts, `(B, T)` bool: the state is zero before that step.
-        chunk_size: Steps C per chunk. None: what is fastest for the width, 16 below 64 and 32 above.
+        chunk_size: Steps C per chunk. None: what is fastest, 16 for widths below 64, else 32.
 
     Returns:
         Outputs `(B, H, T, V)` and the state after each row's last valid step.

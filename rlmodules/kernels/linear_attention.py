@@ -51,7 +51,7 @@ def linear_attention(
         resets: True where a new episode starts, `(B, T)` bool: the state is zero before that step.
         normalize: Whether to divide by `z_t . q_t + eps`. If not, z is returned as it is.
         eps: Added to the normaliser.
-        chunk_size: Steps C per chunk. None: what is fastest for the width, 32 below 64 and 64 above.
+        chunk_size: Steps C per chunk. None: what is fastest, 32 for widths below 64, else 64.
 
     Returns:
         Outputs `(B, H, T, V)` and the state `(S, z)` after each row's last valid step.
