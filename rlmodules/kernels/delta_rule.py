@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from rlmodules.kernels.chunkwise_delta import ChunkwiseDelta
 
-# Steps of a chunk. The solve inside of one grows with its square: narrow heads gain from shorter ones.
+# Steps of a chunk. The solve in it grows with its square, so narrow heads gain from shorter ones.
 NARROW_CHUNK, WIDE_CHUNK, WIDE = 16, 32, 64
 
 
