@@ -202,6 +202,7 @@ def _recur_(out: Tensor, a: Tensor, b: Tensor, h: Tensor, *, reverse: bool = Fal
     if N < BLOCK_SIZE:
         return _loop_(out, a, b, h, 1, reverse)
     C = T // N
+    N = T // C
     # What does not fill a block comes last.
     in_blocks, rest = slice(None, N * C), slice(N * C, None)
     if reverse:
