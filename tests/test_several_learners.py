@@ -184,9 +184,8 @@ def settled(algo):
     for _ in range(100):
         before = states, counts
         states, counts = of_all_learners(algo, weights), of_all_learners(algo, num_updates)
-        agree = all(equal(states[0], state) for state in states) and counts == counts[:1] * len(
-            counts
-        )
+        agree = all(equal(states[0], state) for state in states)
+        agree = agree and all(count == counts[0] for count in counts)
         if agree and before[1] == counts and equal(before[0][0], states[0]):
             break
         time.sleep(0.2)
