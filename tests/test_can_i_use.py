@@ -603,14 +603,29 @@ def test_other_algorithms():
 # Spaces.
 
 
-@pytest.mark.parametrize("kind", ACTIONS)
-@pytest.mark.parametrize("algorithm", ["PPO", "APPO", "IMPALA", "BC", "MARWIL"])
+def of_algorithms(algorithms, kinds, *more):
+    """All pairs of an algorithm and a kind of space, and more of them."""
+    pairs = [(algorithm, kind) for algorithm in algorithms for kind in kinds]
+    return [pytest.param(*pair, id="-".join(pair)) for pair in [*pairs, *more]]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    of_algorithms(["PPO", "APPO", "IMPALA", *OFFLINE], ACTIONS, ("SAC", "discrete")),
+)
 def test_actions(algorithm, kind):
-    train(make_config(algorithm, action_space=ACTIONS[kind]))
+    train(make_config(algorithm, action_space={**ACTIONS, "discrete": DISCRETE}[kind]))
 
 
-@pytest.mark.parametrize("kind", ["discrete", "multi-discrete"])
-@pytest.mark.parametrize("algorithm", ["APPO", "IMPALA", "BC", "MARWIL"])
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    of_algorithms(
+        ["APPO", "IMPALA", *OFFLINE],
+        ["discrete", "multi-discrete"],
+        ("DQN", "discrete"),
+        ("SAC", "discrete"),
+    ),
+)
 def test_action_masks(algorithm, kind):
     """The environment raises on an action that its mask forbids."""
     spec = spec_of(algorithm, action_mask="action_mask")
@@ -625,31 +640,13 @@ def test_observations(algorithm, kind):
     train(make_config(algorithm, spec, observation_space=OBSERVATIONS[kind]))
 
 
-REFUSED_ACTIONS = {
-    "DQN": ACTIONS,
-    "SAC": {"discrete": DISCRETE, **{k: v for k, v in ACTIONS.items() if k != "box"}},
-}
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "space"),
-    [
-        pytest.param(algorithm, space, id=f"{algorithm}-{kind}")
-        for algorithm, spaces in REFUSED_ACTIONS.items()
-        for kind, space in spaces.items()
-    ],
+    ("algorithm", "kind"),
+    of_algorithms(["DQN", "SAC"], ["multi-discrete", "nested"], ("DQN", "box")),
 )
-def test_refused_actions(algorithm, space):
-    config = connect(make_config(algorithm, action_space=space))
+def test_refused_actions(algorithm, kind):
+    config = connect(make_config(algorithm, action_space=ACTIONS[kind]))
     with pytest.raises(ValueError, match="The action space is "):
-        config.build_algo()
-
-
-@pytest.mark.parametrize("algorithm", ["DQN", "SAC"])
-def test_refused_masks(algorithm):
-    spec = spec_of(algorithm, action_mask="action_mask")
-    config = connect(make_config(algorithm, spec))
-    with pytest.raises(ValueError, match=r"`action_mask` is .*, but .* masks no actions"):
         config.build_algo()
 
 

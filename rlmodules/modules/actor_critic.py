@@ -47,8 +47,6 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
         ```
     """
 
-    masks_actions = True
-
     @override(BaseMemoryRLModule)
     def build(self, config: MemoryConfig) -> None:
         """Builds core, policy head and value head."""
@@ -93,7 +91,7 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
             _, critic_state = self.critic_core(obs, state[CRITIC], *masks)
             state = {ACTOR: actor_state, CRITIC: critic_state}
         return {
-            Columns.ACTION_DIST_INPUTS: self._masked(self.policy_head(features), obs),
+            Columns.ACTION_DIST_INPUTS: self.masked(self.policy_head(features), obs),
             Columns.STATE_OUT: state,
         }
 
@@ -108,7 +106,7 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
             features = self.core(obs, state[ACTOR], *masks)[0]
             critic_features = self.critic_core(obs, state[CRITIC], *masks)[0]
         return {
-            Columns.ACTION_DIST_INPUTS: self._masked(self.policy_head(features), obs),
+            Columns.ACTION_DIST_INPUTS: self.masked(self.policy_head(features), obs),
             Columns.EMBEDDINGS: critic_features,
         }
 
@@ -120,12 +118,6 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
             acting.memory_config.vf_share_layers = True
             del acting.critic_core
         return acting
-
-    def _masked(self, inputs: Tensor, obs: Any) -> Tensor:
-        """The distribution inputs without actions that the observations do not allow."""
-        if self.memory_config.action_mask is None:
-            return inputs
-        return self.action_mask.apply(inputs, obs)
 
     @override(ValueFunctionAPI)
     def compute_values(self, batch: Mapping[str, Any], embeddings: Tensor | None = None) -> Tensor:
@@ -177,7 +169,7 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
         state = state if self.memory_config.vf_share_layers else state[ACTOR]
         with torch.no_grad():
             features, _ = self.target_core(obs, state, *masks)
-            inputs = self._masked(self.target_policy_head(features), obs)
+            inputs = self.masked(self.target_policy_head(features), obs)
             return {TARGET_NETWORK_ACTION_DIST_INPUTS: inputs}
 
     @override(InferenceOnlyAPI)

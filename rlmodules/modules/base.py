@@ -49,13 +49,12 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
     """An RLModule with a memory, without its heads.
 
     The memory is the one that the config names, or that of the `config_class` which a subclass
-    names. Subclasses build what the algorithm needs around it, and say in `masks_actions` whether
-    that heeds the config's `action_mask`. Batches hold `OBS` with leaves `(B, T, ...)`, `STATE_IN`
+    names. Subclasses build what the algorithm needs around it, and call `masked` on what they
+    choose actions by. Batches hold `OBS` with leaves `(B, T, ...)`, `STATE_IN`
     with leaves `(B, ...)` and, where rows are padded on the right, `SEQ_LENS (B,)`.
     """
 
     config_class: ClassVar[type[MemoryConfig] | None] = None
-    masks_actions: ClassVar[bool] = False
 
     @classmethod
     def read_config(cls, model_config: Mapping[str, Any]) -> MemoryConfig:
@@ -79,11 +78,6 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         try:
             config = self.memory_config = self.read_config(settings)
             if config.action_mask is not None:
-                if not self.masks_actions:
-                    raise ValueError(
-                        f"`action_mask` is {config.action_mask!r}, but {type(self).__name__} masks "
-                        "no actions. Leave the setting out."
-                    )
                 self.action_mask = ActionMask(
                     config.action_mask, self.observation_space, self.action_space
                 )
@@ -119,6 +113,15 @@ class BaseMemoryRLModule(TorchRLModule, InferenceOnlyAPI, abc.ABC):
         """An encoder for the observation space with a memory behind it."""
         encoder: Any = self.build_encoder(config)
         return MemoryCore(encoder, config.build_memory(encoder.output_dim))
+
+    def masked(self, scores: Tensor, obs: Any) -> Tensor:
+        """Logits or values of actions `(B, T, n)`, very low for those that `obs` does not allow.
+
+        Without the config's `action_mask` they come back as they are.
+        """
+        if self.memory_config.action_mask is None:
+            return scores
+        return self.action_mask.apply(scores, obs)
 
     @override(TorchRLModule)
     def forward_exploration(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:

@@ -98,18 +98,21 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     def _forward_exploration(
         self, batch: Mapping[str, Any], *, t: int = 0, **kwargs: Any
     ) -> dict[str, Any]:
-        """As `_forward`, but each action is random with a probability of epsilon.
+        """As `_forward`, but each action is any allowed one with a probability of epsilon.
 
         Args:
             batch: Input of the module.
             t: Environment steps sampled so far, which epsilon's schedule depends on.
         """
-        outputs = self._forward(batch)
-        best = outputs[Columns.ACTIONS]
-        epsilon = self.epsilon_schedule.update(t)
-        explores = torch.rand(best.shape, device=best.device) < epsilon
-        random = torch.randint_like(best, self.q_head.num_actions)
-        return {**outputs, Columns.ACTIONS: torch.where(explores, random, best)}
+        outputs = self.compute_q_values(batch)
+        values = outputs[QF_PREDS]
+        best = values.argmax(-1)
+        random = self.masked(torch.rand_like(values), batch[Columns.OBS]).argmax(-1)
+        explores = torch.rand(best.shape, device=best.device) < self.epsilon_schedule.update(t)
+        return {
+            Columns.ACTIONS: torch.where(explores, random, best),
+            Columns.STATE_OUT: outputs[Columns.STATE_OUT],
+        }
 
     @override(TorchRLModule)
     def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -132,7 +135,10 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
 
     @override(QNetAPI)
     def compute_q_values(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Action values `(B, T, A)` and the states after the last valid steps."""
+        """Action values `(B, T, A)` and the states after the last valid steps.
+
+        Values of actions that `action_mask` forbids are very low, so that none is the best.
+        """
         return self._q_values(batch, self.core, self.q_head)
 
     @override(TargetNetworkAPI)
@@ -144,8 +150,11 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     def _q_values(
         self, batch: Mapping[str, Any], core: nn.Module, head: nn.Module
     ) -> dict[str, Any]:
-        features, state = core(*module_inputs(batch))
-        return {**head(features), Columns.STATE_OUT: state}
+        obs, state, *masks = module_inputs(batch)
+        features, state = core(obs, state, *masks)
+        outputs = head(features)
+        values = self.masked(outputs[QF_PREDS], obs)
+        return {**outputs, QF_PREDS: values, Columns.STATE_OUT: state}
 
     # Target networks.
 

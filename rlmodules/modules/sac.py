@@ -20,20 +20,22 @@ from torch.func import functional_call
 from rlmodules.memories.config import MemoryConfig
 from rlmodules.modules.base import ACTOR, CRITIC, BaseMemoryRLModule
 from rlmodules.modules.batches import check_rows, module_inputs
-from rlmodules.networks.distributions import SquashedGaussian
-from rlmodules.networks.heads import ActionValueHead, PolicyHead
+from rlmodules.networks.distributions import SquashedGaussian, action_dist_class
+from rlmodules.networks.heads import ActionValueHead, DiscreteActionValueHead, PolicyHead
 
 
 class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     """A policy and Q-functions with memory, for SAC. Training needs `connectors.connect`.
 
     The config says which memory, as for `MemoryRLModule`, whose batches these are. Actions are
-    those of a one-dimensional `Box` with bounds.
+    those of a one-dimensional `Box` with bounds, or `Discrete` ones.
 
     A Q-function is a head on the features of a memory over observations, where the action joins:
     `Q(memory(observations), action)`. It has a hidden layer even where `head_fcnet_hiddens` is
-    empty. Twin Q-functions are two heads on one memory. The target networks are a copy of memory
-    and heads, and start each row from the states of the memory they copy.
+    empty. For `Discrete` actions it gives a value for each, and the losses take means over all of
+    them in place of a sampled one. Twin Q-functions are two heads on one memory. The target
+    networks are a copy of memory and heads, and start each row from the states of the memory they
+    copy.
 
     With `vf_share_layers` this is the policy's memory too, and the loss of the Q-functions alone
     trains it: the policy's head takes its features as they are. Otherwise the policy has a memory
@@ -53,6 +55,7 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
 
     References:
         Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905.
+        Christodoulou 2019, https://arxiv.org/abs/1910.07207: `Discrete` actions.
         Ni et al. 2022, https://arxiv.org/abs/2110.05038: twin heads on one memory, apart from the
         policy's.
 
@@ -78,8 +81,10 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
     @override(BaseMemoryRLModule)
     def build(self, config: MemoryConfig) -> None:
         """Builds the memories, the policy head and the Q heads."""
-        _check_action_space(self.action_space)
-        self.action_dist_cls = SquashedGaussian
+        space = self.action_space
+        _check_action_space(space)
+        self._discrete = isinstance(space, spaces.Discrete)
+        self.action_dist_cls = action_dist_class(space) if self._discrete else SquashedGaussian
         self.twin_q = self.model_config.get("twin_q", True)
         self.qf_encoder = self.build_core(config)
         if not config.vf_share_layers:
@@ -88,14 +93,14 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
         head = (config.head_fcnet_hiddens, config.head_fcnet_activation)
         self.pi = PolicyHead(
             width,
-            self.action_space,
+            space,
             *head,
             free_log_std=config.free_log_std,
             log_std_clip=config.log_std_clip_param,
         )
-        self.qf = ActionValueHead(width, self.action_space.shape[0], *head)
+        self.qf = _build_q_head(width, space, *head)
         if self.twin_q:
-            self.qf_twin = ActionValueHead(width, self.action_space.shape[0], *head)
+            self.qf_twin = _build_q_head(width, space, *head)
 
     # States.
 
@@ -121,7 +126,8 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
             features, actor_state = self.pi_encoder(obs, state[ACTOR], *masks)
             _, critic_state = self.qf_encoder(obs, state[CRITIC], *masks)
             state = {ACTOR: actor_state, CRITIC: critic_state}
-        return {Columns.ACTION_DIST_INPUTS: self.pi(features), Columns.STATE_OUT: state}
+        dist_inputs = self.masked(self.pi(features), obs)
+        return {Columns.ACTION_DIST_INPUTS: dist_inputs, Columns.STATE_OUT: state}
 
     @override(TorchRLModule)
     def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -129,8 +135,9 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
 
         A row holds an observation more than steps, so one pass serves a step and the one after it:
         the columns of next observations are those of the slot behind. They mean nothing in a row's
-        last slot. Each loss has gradients for its own networks only, so the sum of all has the
-        right ones.
+        last slot. What is named a sample is a mean over all actions where they are `Discrete`:
+        the losses are linear in it. Each loss has gradients for its own networks only, so the sum
+        of all has the right ones.
 
         Raises:
             ValueError: If the batch is that of RLlib's own connectors.
@@ -144,32 +151,47 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
             dist_inputs = self.pi(features.detach())
         else:
             dist_inputs = self.pi(self.pi_encoder(obs, state[ACTOR], valid, resets)[0])
+        dist_inputs = self.masked(dist_inputs, obs)
         actions = batch[Columns.ACTIONS]
         if valid is not None:
             # Whatever stands in the padding, even a NaN must not reach the heads' gradients.
-            actions = actions.where(valid[..., None], 0)
+            actions = actions.where(valid if self._discrete else valid[..., None], 0)
 
-        dist_class: Any = self.get_train_action_dist_cls()
-        policy = dist_class.from_logits(dist_inputs)
-        new_actions, logp = policy.rsample_and_logp()
         frozen = [partial(_call_frozen, qf) for qf in self._qfs()]
+        logp, q = self._under_policy(dist_inputs, frozen, features.detach())
         outputs = {
             Columns.ACTION_DIST_INPUTS: dist_inputs,
             QF_PREDS: self.qf(features, actions),
             "logp_resampled": logp,
-            "q_curr": _smallest(frozen, features.detach(), new_actions),
+            "q_curr": q,
         }
         if self.twin_q:
             outputs[QF_TWIN_PREDS] = self.qf_twin(features, actions)
         with torch.no_grad():
             target_features = self.target_qf_encoder(obs, critic_state, valid, resets)[0]
-            next_actions, next_logp = policy.sample_and_logp()
-            next_q = _smallest(self._target_qfs(), target_features, next_actions)
+            next_logp, next_q = self._under_policy(dist_inputs, self._target_qfs(), target_features)
         return {
             **outputs,
             "logp_next_resampled": next_logp.roll(-1, dims=1),
             QF_TARGET_NEXT: next_q.roll(-1, dims=1),
         }
+
+    def _under_policy(
+        self, dist_inputs: Tensor, qfs: Sequence[Callable], features: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and smallest Q-value `(B, T)` of the policy's actions.
+
+        Of a sampled one in a `Box`, with gradients through the action; their means over all
+        `Discrete` ones.
+        """
+        dist_class: Any = self.get_train_action_dist_cls()
+        policy = dist_class.from_logits(dist_inputs)
+        if self._discrete:
+            values = dist_inputs.softmax(-1) * _smallest(qfs, features)
+            return -policy.entropy(), values.sum(-1)
+        draw = policy.rsample_and_logp if torch.is_grad_enabled() else policy.sample_and_logp
+        actions, logp = draw()
+        return logp, _smallest(qfs, features, actions)
 
     @override(BaseMemoryRLModule)
     def acting_copy(self) -> Self:
@@ -229,10 +251,12 @@ class MemorySACRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
 
 
 def _check_action_space(space: gym.Space) -> None:
+    if isinstance(space, spaces.Discrete):
+        return
     if not isinstance(space, spaces.Box):
         raise ValueError(
-            f"The action space is {space}, but SAC's policy is a Gaussian and acts in a Box only. "
-            "Use DQN for a Discrete space, PPO for others."
+            f"The action space is {space}, but SAC acts in a Box or a Discrete space only. Use PPO "
+            "for others."
         )
     if not space.is_bounded():
         raise ValueError(
@@ -241,12 +265,17 @@ def _check_action_space(space: gym.Space) -> None:
         )
 
 
-def _smallest(qfs: Sequence[Callable], features: Tensor, actions: Tensor) -> Tensor:
-    """The smallest of the values `(B, T)` that Q-functions give to actions."""
-    return torch.stack([qf(features, actions) for qf in qfs]).amin(0)
+def _build_q_head(width: int, space: gym.Space, *head: Any) -> nn.Module:
+    head_class = DiscreteActionValueHead if isinstance(space, spaces.Discrete) else ActionValueHead
+    return head_class(width, spaces.flatdim(space), *head)
 
 
-def _call_frozen(qf: nn.Module, features: Tensor, actions: Tensor) -> Tensor:
+def _smallest(qfs: Sequence[Callable], *inputs: Tensor) -> Tensor:
+    """The smallest of the values that Q-functions give to features and actions."""
+    return torch.stack([qf(*inputs) for qf in qfs]).amin(0)
+
+
+def _call_frozen(qf: nn.Module, *inputs: Tensor) -> Tensor:
     """A Q-function with gradients for the actions, but not for its weights."""
     weights = {name: weight.detach() for name, weight in qf.named_parameters()}
-    return functional_call(qf, weights, (features, actions))
+    return functional_call(qf, weights, inputs)

@@ -126,6 +126,30 @@ class ActionValueHead(nn.Module):
         return self.net(torch.cat([features, actions], dim=-1)).squeeze(-1)
 
 
+class DiscreteActionValueHead(nn.Module):
+    """Features `(..., D)` -> values of all A actions `(..., A)`, or of given ones `(...)`.
+
+    Args:
+        input_dim: Width D of the features.
+        num_actions: Number A of actions.
+        hiddens: Widths of the hidden layers, may be empty.
+        activation: Activation after each hidden layer.
+    """
+
+    def __init__(
+        self, input_dim: int, num_actions: int, hiddens: Sequence[int], activation: str | None
+    ) -> None:
+        super().__init__()
+        self.net = mlp(input_dim, hiddens, activation, output_dim=num_actions, setting="head_fcnet")
+
+    def forward(self, features: Tensor, actions: Tensor | None = None) -> Tensor:
+        """Maps features, and actions `(...)` if only their values are wanted, to values."""
+        values = self.net(features)
+        if actions is None:
+            return values
+        return values.gather(-1, actions.long()[..., None]).squeeze(-1)
+
+
 class QHead(nn.Module):
     """Features -> action values, or distributions of returns over fixed atoms.
 

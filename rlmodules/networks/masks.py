@@ -55,7 +55,7 @@ class ActionMask:
         self.encoded_space = spaces.Dict(others)
 
     def apply(self, logits: Tensor, obs: Any) -> Tensor:
-        """Masks logits `(..., n)` by the mask in `obs`."""
+        """Masks logits, or values of actions, `(..., n)` by the mask in `obs`."""
         allowed = obs[self.key].bool().split(self._sizes, dim=-1)
         allowed = torch.cat([part | ~part.any(-1, keepdim=True) for part in allowed], dim=-1)
         # Half of the lowest number: what distributions subtract from it must not overflow.

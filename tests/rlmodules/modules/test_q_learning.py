@@ -162,6 +162,21 @@ def test_explores_each_environment_on_its_own():
         assert_trees_equal(outputs[Columns.STATE_OUT], best[Columns.STATE_OUT])
 
 
+def test_forbidden_actions_are_never_taken():
+    """Neither for the best nor for a random one; those allowed are equally likely."""
+    observations = spaces.Dict(x=test_base.BOX, mask=spaces.MultiBinary(A))
+    module = build(observations, epsilon=0.5, action_mask="mask")
+    batch = batch_of(module, 1, 4000)
+    mask = batch[Columns.OBS]["mask"] = torch.tensor([[1, 0, 1], [1, 1, 1]] * 2000)[:, None]
+    values = module.compute_q_values(batch)[QF_PREDS]
+    best = module.forward_inference(batch)[Columns.ACTIONS]
+    assert torch.equal(best, values.where(mask.bool(), -torch.inf).argmax(-1))
+    actions = module.forward_exploration(batch)[Columns.ACTIONS]
+    assert mask.gather(-1, actions[..., None]).all()
+    other = (actions != best).float().view(2000, 2).mean(0)
+    torch.testing.assert_close(other, torch.tensor([0.5 / 2, 0.5 * 2 / 3]), rtol=0, atol=0.05)
+
+
 # Target networks and weights.
 
 

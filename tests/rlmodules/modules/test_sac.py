@@ -16,6 +16,9 @@ from tests.rlmodules.modules.test_base import build as build_module
 
 ACTIONS = spaces.Box(-2.0, 3.0, (2,), np.float32)
 SEQ_LENS = [T, 4, 2]
+DISCRETE = spaces.Discrete(3)
+SPACES = pytest.mark.parametrize("space", [ACTIONS, DISCRETE], ids=["box", "discrete"])
+MASKED = spaces.Dict(observations=BOX, action_mask=spaces.MultiBinary(3))
 SHARINGS = pytest.mark.parametrize("vf_share_layers", [True, False], ids=["shared", "separate"])
 
 
@@ -35,8 +38,9 @@ def replayed(module, seq_lens=SEQ_LENS):
     """Rows of one episode each; the last observation of each follows its last step."""
     batch = batch_of(module, T, len(seq_lens), seq_lens)
     shape = (len(seq_lens), T, *module.action_space.shape)
-    generator = torch.Generator().manual_seed(2)
-    batch[Columns.ACTIONS] = 2 * torch.rand(*shape, generator=generator) - 1
+    numbers = torch.rand(*shape, generator=torch.Generator().manual_seed(2))
+    discrete = isinstance(module.action_space, spaces.Discrete)
+    batch[Columns.ACTIONS] = (3 * numbers).long() if discrete else 2 * numbers - 1
     return batch
 
 
@@ -52,9 +56,10 @@ def names_with_gradient(module):
 
 @SHARINGS
 @pytest.mark.parametrize("twin_q", [True, False])
-def test_rows_agree_with_single_steps(vf_share_layers, twin_q):
+@SPACES
+def test_rows_agree_with_single_steps(vf_share_layers, twin_q, space):
     """Every output of a row is what running the module step by step gives."""
-    module = build(vf_share_layers=vf_share_layers, twin_q=twin_q)
+    module = build(action_space=space, vf_share_layers=vf_share_layers, twin_q=twin_q)
     batch = replayed(module)
     outputs = module.forward_train(batch)
     for row, length in enumerate(SEQ_LENS):
@@ -79,11 +84,12 @@ def test_rows_agree_with_single_steps(vf_share_layers, twin_q):
     assert ("qf_twin_preds" in outputs) == twin_q
 
 
-def test_next_values_come_from_a_memory_of_the_row(monkeypatch):
+@SPACES
+def test_next_values_come_from_a_memory_of_the_row(space, monkeypatch):
     """Where every sample is the mean, the next step's values are this step's, one step later."""
     monkeypatch.setattr(torch.distributions.Normal, "rsample", lambda self, *_: self.loc)
     monkeypatch.setattr(torch.distributions.Normal, "sample", lambda self, *_: self.loc)
-    module = build(targets=False)
+    module = build(action_space=space, targets=False)
     module.make_target_networks()
     outputs = module.forward_train(replayed(module))
     for row, length in enumerate(SEQ_LENS):
@@ -97,8 +103,9 @@ def test_next_values_come_from_a_memory_of_the_row(monkeypatch):
 
 
 @SHARINGS
-def test_each_loss_trains_its_own_networks(vf_share_layers):
-    module = build(vf_share_layers=vf_share_layers)
+@SPACES
+def test_each_loss_trains_its_own_networks(vf_share_layers, space):
+    module = build(action_space=space, vf_share_layers=vf_share_layers)
     outputs = module.forward_train(replayed(module))
     policy_loss = outputs["logp_resampled"].sum() - outputs["q_curr"].sum()
     policy_loss.backward(retain_graph=True)
@@ -111,16 +118,18 @@ def test_each_loss_trains_its_own_networks(vf_share_layers):
         assert not outputs[column].requires_grad
 
 
-def test_q_values_reach_the_policy_through_its_actions():
-    module = build()
+@SPACES
+def test_q_values_reach_the_policy_through_its_actions(space):
+    module = build(action_space=space)
     outputs = module.forward_train(replayed(module))
     (gradient,) = torch.autograd.grad(outputs["q_curr"].sum(), module.pi.net[-1].weight)
     assert gradient.abs().sum() > 0
 
 
 @SHARINGS
-def test_padding_is_inert(vf_share_layers):
-    module = build(vf_share_layers=vf_share_layers)
+@SPACES
+def test_padding_is_inert(vf_share_layers, space):
+    module = build(action_space=space, vf_share_layers=vf_share_layers)
 
     def run(batch):
         torch.manual_seed(0)
@@ -135,9 +144,40 @@ def test_padding_is_inert(vf_share_layers):
     batch = replayed(module)
     expected = run(batch)
     padding = torch.arange(T) >= batch[Columns.SEQ_LENS][:, None]
-    for column in (Columns.OBS, Columns.ACTIONS):
-        batch[column] = batch[column].masked_fill(padding[..., None], float("nan"))
+    batch[Columns.OBS] = batch[Columns.OBS].masked_fill(padding[..., None], float("nan"))
+    if space is DISCRETE:
+        batch[Columns.ACTIONS] = batch[Columns.ACTIONS].masked_fill(padding, -1)
+    else:
+        batch[Columns.ACTIONS][padding] = float("nan")
     assert_trees_equal(run(batch), expected)
+
+
+@SHARINGS
+def test_forbidden_actions_are_never_taken_and_count_for_nothing(vf_share_layers):
+    """Where all but one are, the policy has no entropy and the next value is that one's."""
+    module = build(MASKED, DISCRETE, vf_share_layers=vf_share_layers, action_mask="action_mask")
+    batch = replayed(module)
+    mask = torch.zeros(len(SEQ_LENS), T, 3, dtype=torch.int8)
+    mask[..., 1] = 1
+    batch[Columns.OBS]["action_mask"] = mask
+    batch[Columns.ACTIONS] = torch.ones_like(batch[Columns.ACTIONS])
+    outputs = module.forward_train(batch)
+    steps = mask_of(batch)
+    assert not outputs["logp_resampled"][steps].any()
+    smallest = torch.minimum(outputs["qf_preds"], outputs["qf_twin_preds"])
+    torch.testing.assert_close(outputs["q_curr"][steps], smallest[steps])
+    target = module.forward_target(batch).roll(-1, dims=1)
+    torch.testing.assert_close(outputs["q_target_next"][steps], target[steps])
+    (outputs["logp_resampled"] - outputs["q_curr"]).sum().backward()
+    assert all(x.grad.isfinite().all() for x in module.pi.parameters())
+    dist_inputs = module.forward_exploration(batch)[Columns.ACTION_DIST_INPUTS]
+    policy = module.get_exploration_action_dist_cls().from_logits(dist_inputs)
+    assert (policy.sample()[steps] == 1).all()
+
+
+def test_masks_of_a_box_are_refused():
+    with pytest.raises(ValueError, match="Only Discrete and MultiDiscrete actions can be masked"):
+        build(MASKED, action_mask="action_mask")
 
 
 @SHARINGS
@@ -222,7 +262,7 @@ def test_the_best_action_depends_on_the_features():
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        (spaces.Discrete(3), "Use DQN"),
+        (spaces.Discrete(3, start=1), "Use `start=0`"),
         (spaces.Dict({"a": ACTIONS}), "PPO"),
         (spaces.Box(-np.inf, np.inf, (2,), np.float32), "finite bounds"),
         (spaces.Box(-1.0, 1.0, (2, 2), np.float32), r"Box of shape \(4,\)"),

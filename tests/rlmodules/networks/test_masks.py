@@ -166,19 +166,6 @@ def test_wrong_spaces(observation_space, action_space, message):
         ).build()
 
 
-def test_a_module_that_masks_no_actions():
-    class Unmasked(DeepLinearAttentionRLModule):
-        masks_actions = False
-
-    with pytest.raises(ValueError, match="Unmasked masks no actions"):
-        RLModuleSpec(
-            module_class=Unmasked,
-            observation_space=masked_space(4),
-            action_space=spaces.Discrete(4),
-            model_config={"max_seq_len": T, "action_mask": "action_mask"},
-        ).build()
-
-
 @pytest.mark.parametrize(
     "mask",
     [spaces.MultiBinary(4), spaces.Box(0, 1, (4,), np.int8)],
