@@ -151,6 +151,28 @@ def popgym(path: Path = RESULTS / "popgym.jsonl") -> str:
     )
 
 
+def ceilings() -> str:
+    """The most that can be earned, beside what our best memory and the published one earn."""
+    records = load("ceilings")
+    runs = _popgym_records(RESULTS / "popgym.jsonl")
+    scores = _benchmarks("popgym_scores")
+    lines = []
+    for record in records:
+        task = record["case"]
+        ours = max((r["return"] for r in runs if r["task"] == task), default=None)
+        lines.append(
+            [
+                task,
+                record["kind"],
+                f"{record['return']:.3f}",
+                "" if ours is None else f"{ours:.3f}",
+                f"{scores.PUBLISHED[task]:.3f}",
+            ]
+        )
+    headings = ("", "", "return", "our best memory", "published")
+    return markdown(headings, lines, num_names=2) + "\n\n`python -m benchmarks ceilings`"
+
+
 def popgym_pictures(directory: Path = RESULTS.parents[1] / "docs" / "images") -> str:
     """The pictures that there are: memories over all tasks, then a family each."""
     names = [path.name for path in sorted(directory.glob("popgym-*.png"))]

@@ -77,9 +77,9 @@ def _nan_in_uninitialised_memory(request: pytest.FixtureRequest):
 def _ray_session():
     import ray
 
-    # Four logical CPUs also on a two-core machine: tests with two Learners or two EnvRunners must
-    # be placed, not be fast.
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    # Eight logical CPUs also on a two-core machine: two algorithms with two EnvRunners and a
+    # Learner each must be placed, not be fast.
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
 
