@@ -10,20 +10,18 @@ MultiarmedBandit: a policy that pulls the arm of the highest index for the pulls
 strongest that we know of and can compute, though no proven optimum; and, out of reach for all, what
 the best arm earns from the first pull on.
 
-`error` is the standard error of a mean over episodes.
+Cases are named `TASK KIND`. The peer is the best published return, and `error` in the results is
+the standard error of our mean over episodes.
 """
 
 import argparse
-import sys
-from collections.abc import Sequence
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.harness import Record, machine_info
+from benchmarks.harness import Record, machine_info, record
+from benchmarks.popgym_scores import PUBLISHED
 
 RANKS, SUITS = 13, 4
 DECKS = {"HigherLowerEasy": 1, "HigherLowerMedium": 2, "HigherLowerHard": 3}
@@ -146,22 +144,18 @@ def arm_indices(pulls: int) -> Tensor:
     return index
 
 
-def print_table(records: Sequence[Record]) -> None:
-    """Prints a line for each task and kind of ceiling."""
-    table = Table()
-    for column in ("task", "what", "return", "error"):
-        table.add_column(column)
-    for r in records:
-        table.add_row(r["case"], r["kind"], f"{r['return']:.4f}", f"{r['error']:.4f}")
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
-
-
 def _record(task: str, kind: str, returns: np.ndarray) -> Record:
-    return {
-        "benchmark": "ceilings",
-        "case": task,
-        "kind": kind,
-        "return": float(returns.mean()),
-        "error": float(returns.std() / np.sqrt(len(returns))),
-        "machine": machine_info(),
-    }
+    return record(
+        benchmark="ceilings",
+        case=f"{task} {kind}",
+        peer="published",
+        metric="return",
+        ours=[float(returns.mean())],
+        theirs=[PUBLISHED[task]],
+        unit="",
+        machine=machine_info(),
+        higher_is_better=True,
+        task=task,
+        kind=kind,
+        error=float(returns.std() / np.sqrt(len(returns))),
+    )

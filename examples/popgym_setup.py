@@ -48,6 +48,7 @@ OURS: dict[str, Callable[..., MemoryConfig]] = {
     "gated_delta": GatedDeltaConfig,
     "gtrxl": GTrXLConfig,
     "window": WindowAttentionConfig,
+    "window_sine": functools.partial(WindowAttentionConfig, positions="sine"),
     "mixed": MixedConfig,
     "gru": GRUConfig,
     "lstm": LSTMConfig,
@@ -62,6 +63,7 @@ MEMORIES = {
     },
     "deep_sine": "this package's DeepLinearAttentionConfig with sine positions, "
     '"linear" convolution, sum',
+    "window_sine": "this package's WindowAttentionConfig with sine positions",
     "rllib-lstm": "RLlib's own LSTM, on RLlib's default connectors",
     "mlp": "no memory: RLlib's own MLP",
 }

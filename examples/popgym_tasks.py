@@ -66,7 +66,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "RepeatFirst": Family(why=CARD, steps=(51, 415, 831), gamma=0.5),
     "CountRecall": Family(why=CARD, steps=(51, 103, 207), gamma=0.5),
-    "Autoencode": Family(why=CARD, steps=(103, 207, 311), gamma=0.5),
+    "Autoencode": Family(
+        why=CARD + "The lag grows by two a step: what is known is the place in the episode.",
+        steps=(103, 207, 311), gamma=0.5, memory="window_sine",
+    ),
     "HigherLower": Family(
         why=CARD + "The last card is most of the answer, the others are counted.",
         steps=(51, 103, 155), gamma=0.5,
@@ -127,11 +130,14 @@ class Model:
     window: str | None = None
     """Its option for how many past steps it attends to."""
 
+    horizon: str | None = None
+    """Its option for how many steps its positions are laid out for."""
 
-def _frame(name: str, width: int, lr: float = 1e-3, window: str | None = None) -> Model:
+
+def _frame(name: str, width: int, lr: float = 1e-3, **names: str) -> Model:
     """Residual blocks with heads, a quarter of the blocks' width each."""
     options = {"d_model": width, "head_dim": width // 4, "feedforward_dim": 2 * width}
-    return Model(name, lr, options, window)
+    return Model(name, lr, options, **names)
 
 
 def _channels(name: str, width: int, **options: Any) -> Model:
@@ -146,6 +152,7 @@ MODELS: dict[str, Model] = {
     "gated_delta": _frame("gated_delta", 64),
     "gtrxl": _frame("gtrxl", 40, lr=5e-4, window="memory_inference"),
     "window": _frame("window", 64, window="window"),
+    "window_sine": _frame("window_sine", 64, window="window", horizon="position_horizon"),
     "mixed": _frame("mixed", 64, window="window"),
     "gru": Model("gru", 1e-3, {"d_model": 128}),
     "lstm": Model("lstm", 1e-3, {"d_model": 104}),
@@ -211,6 +218,8 @@ def settings(task: str, memory: str, *, lr: float | None = None, num_envs: int =
     if model.window:
         # A few steps beyond the lag: where exactly it lies has to be found.
         options[model.window] = steps if family.lag is None else family.lag[index] + 8
+    if model.horizon:
+        options[model.horizon] = steps
     return {
         "max_seq_len": max_seq_len,
         "fragment": max(1, round(TRAIN_BATCH_SIZE / num_envs / length)) * length,

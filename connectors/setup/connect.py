@@ -188,13 +188,17 @@ def verify(config: AlgorithmConfig, episodes_per_trial: int = 1, pack_rows: bool
     if has_search_spaces(config):
         return
     expected = config.copy(copy_frozen=False)
+    # Of the copy, since a callback's copy need not equal the callback: no `functools.partial` does.
+    found = {
+        setting: copy.copy(value) if isinstance(value, list | dict) else value
+        for setting, value in _arranged(expected).items()
+    }
     if config.in_evaluation:
         # Its lengths and modes are RLlib's; nothing is trained on what it samples.
         _plug_in(expected, episodes_per_trial, pack_rows)
     else:
         _arrange(expected, support_for(expected), episodes_per_trial, pack_rows)
-    found, wanted = _arranged(config), _arranged(expected)
-    for setting, value in wanted.items():
+    for setting, value in _arranged(expected).items():
         if found[setting] != value:
             raise ValueError(
                 f"`{setting}` was changed after `connect`, or a setting was that decides on it: it "

@@ -76,6 +76,7 @@ def test_half_precision(monkeypatch, bf16):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler raises warnings of its own.
 @pytest.mark.parametrize("name", [name for name in MEMORIES if name.endswith(COMPILED)])
 def test_compiled_passes_are_compiled(name):
     counters.clear()

@@ -5,6 +5,7 @@ restored checkpoint's own value did not count, and settings changed later broke 
 """
 
 import copy
+import functools
 import pickle
 from types import SimpleNamespace
 
@@ -413,6 +414,23 @@ def test_evaluation_keeps_the_connectors():
     config.evaluation(evaluation_config={"_env_to_module_connector": no_pieces})
     with pytest.raises(ValueError, match=r"`env_to_module_connector` was changed after"):
         build_all(config.get_evaluation_config_object())
+
+
+class Callback:
+    """As `functools.partial`, equal to itself alone and not to its copies."""
+
+    def __call__(self, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize("config_class", [PPOConfig, DQNConfig])
+@pytest.mark.parametrize("callback", [Callback(), functools.partial(print)], ids=["own", "partial"])
+def test_callbacks_that_equal_no_copy_are_no_change(config_class, callback):
+    config = config_of(config_class).callbacks(
+        on_algorithm_init=callback, on_checkpoint_loaded=[callback, callback]
+    )
+    build_all(connect(config))
+    build_all(pickle.loads(pickle.dumps(config)))
 
 
 @pytest.mark.parametrize(
