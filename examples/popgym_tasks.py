@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
         why=CARD + "The card is 4, 32 or 64 steps back.",
         steps=(51, 103, 155), gamma=0.5, lag=(4, 32, 64), memory="gtrxl",
     ),
-    "RepeatFirst": Family(why=CARD, steps=(51, 415, 831), gamma=0.5),
+    "RepeatFirst": Family(why=CARD, steps=(51, 415, 831), gamma=0.5, memory="gru"),
     "CountRecall": Family(why=CARD, steps=(51, 103, 207), gamma=0.5),
     "Autoencode": Family(
         why=CARD + "The lag grows by two a step: what is known is the place in the episode.",
