@@ -26,6 +26,7 @@ from ray.rllib.algorithms.iql import IQLConfig
 from ray.rllib.algorithms.marwil import MARWILConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.sac import SACConfig
+from ray.rllib.algorithms.sac.sac_learner import QF_TARGET_NEXT
 from ray.rllib.algorithms.tqc import TQCConfig
 from ray.rllib.connectors.env_to_module import MeanStdFilter
 from ray.rllib.connectors.env_to_module.frame_stacking import FrameStackingEnvToModule
@@ -48,6 +49,7 @@ from connectors import (
     RecordingMultiAgentEnvRunner,
     connect,
 )
+from connectors.learners.sac import LOGP, LOGP_NEXT, Q_CURR
 from connectors.offline.reading import deal, read_trials
 from connectors.offline.several_agents import module_mapping
 from connectors.setup.algorithms import support_for
@@ -176,6 +178,65 @@ class RLModuleOfOnesOwn(CountingRLModule, TargetNetworkAPI):
         with torch.no_grad():
             inputs = self.target_policy(self._run(batch)[0])
         return {TARGET_NETWORK_ACTION_DIST_INPUTS: inputs}
+
+
+class QRLModuleOfOnesOwn(CountingRLModule, TargetNetworkAPI):
+    """The same for DQN."""
+
+    def make_target_networks(self):
+        self.target_policy = make_target_network(self.policy)
+
+    def get_target_network_pairs(self):
+        return [(self.policy, self.target_policy)]
+
+    def forward_target(self, batch):
+        return {QF_PREDS: self.target_policy(self._run(batch)[0])}
+
+    def _forward(self, batch, **kwargs):
+        features, state = self._run(batch)
+        values = self.policy(features)
+        actions = values.argmax(-1)
+        return {QF_PREDS: values, Columns.ACTIONS: actions, Columns.STATE_OUT: state}
+
+
+class SACRLModuleOfOnesOwn(CountingRLModule, TargetNetworkAPI):
+    """The same for SAC, with `Discrete` actions: means over both of them."""
+
+    def setup(self):
+        super().setup()
+        self.pi, self.qf = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def make_target_networks(self):
+        self.target_qf = make_target_network(self.qf)
+
+    def get_target_network_pairs(self):
+        return [(self.qf, self.target_qf)]
+
+    def forward_target(self, batch):
+        return self.target_qf(self._run(batch)[0])
+
+    def _forward(self, batch, **kwargs):
+        features, state = self._run(batch)
+        return {Columns.ACTION_DIST_INPUTS: self.pi(features), Columns.STATE_OUT: state}
+
+    def _forward_train(self, batch, **kwargs):
+        features, _ = self._run(batch)
+        inputs = self.pi(features.detach())
+        probs, values = inputs.softmax(-1), self.qf(features)
+        logp = (probs * inputs.log_softmax(-1)).sum(-1)
+        with torch.no_grad():
+            target = (probs * self.target_qf(features)).sum(-1)
+        return {
+            Columns.ACTION_DIST_INPUTS: inputs,
+            QF_PREDS: values.gather(-1, batch[Columns.ACTIONS][..., None])[..., 0],
+            LOGP: logp,
+            Q_CURR: (probs * values.detach()).sum(-1),
+            LOGP_NEXT: logp.detach().roll(-1, dims=1),
+            QF_TARGET_NEXT: target.roll(-1, dims=1),
+        }
+
+
+MODULES_OF_ONES_OWN = {"DQN": QRLModuleOfOnesOwn, "SAC": SACRLModuleOfOnesOwn}
 
 
 class Recording:
@@ -395,9 +456,10 @@ def test_rllibs_lstm(algorithm):
     train(make_config(algorithm, rllibs_spec(use_lstm=True, max_seq_len=T)))
 
 
-@pytest.mark.parametrize("algorithm", ["PPO", "APPO", "IMPALA", "BC", "MARWIL"])
+@pytest.mark.parametrize("algorithm", CONFIGS)
 def test_a_module_of_ones_own(algorithm):
-    spec = RLModuleSpec(RLModuleOfOnesOwn, model_config={"max_seq_len": T})
+    module_class = MODULES_OF_ONES_OWN.get(algorithm, RLModuleOfOnesOwn)
+    spec = RLModuleSpec(module_class, model_config={"max_seq_len": T})
     train(make_config(algorithm, spec, action_space=gym.spaces.Discrete(2)))
 
 
@@ -583,6 +645,19 @@ def test_refused_setups(algorithm):
     config = make_config(algorithm)
     config.rl_module(rl_module_spec=rllibs_spec(use_lstm=True, max_seq_len=T))
     with pytest.raises(ValueError, match="with `use_lstm` cannot be trained on replayed rows"):
+        connect(config)
+
+
+@pytest.mark.parametrize("algorithm", ["DQN", "SAC"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_module_without_target_network_is_refused(algorithm, several):
+    config = make_config(algorithm)
+    spec = RLModuleSpec(CountingRLModule, model_config={"max_seq_len": T})
+    if several:
+        config.multi_agent(policies={"a", "b"}, policy_mapping_fn=lambda *_, **__: "b")
+        spec = MultiRLModuleSpec(rl_module_specs={"a": spec_of(algorithm), "b": spec})
+    config.rl_module(rl_module_spec=spec)
+    with pytest.raises(ValueError, match="`CountingRLModule` has no target network"):
         connect(config)
 
 

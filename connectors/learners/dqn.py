@@ -13,6 +13,7 @@ from ray.rllib.algorithms.dqn.dqn_learner import (
     QF_MEAN_KEY,
     QF_MIN_KEY,
     QF_PREDS,
+    QF_PROBS,
     TD_ERROR_MEAN_KEY,
 )
 from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
@@ -23,10 +24,6 @@ from torch import Tensor, nn
 
 from connectors.learners.replay import ReplayLearnerMixin, masked_mean, trained_steps
 
-# Keys of the target networks' outputs, at the same steps as `QF_PREDS`.
-QF_TARGET_PREDS = "qf_target_preds"
-QF_TARGET_PROBS = "qf_target_probs"
-
 
 class MemoryDQNTorchLearner(ReplayLearnerMixin, DQNTorchLearner):
     """DQN's Learner for modules with memory, set by `connect`.
@@ -34,6 +31,10 @@ class MemoryDQNTorchLearner(ReplayLearnerMixin, DQNTorchLearner):
     One pass of each network over the rows gives the values of the steps and of the observations
     that follow them, in the next slots. RLlib runs each twice, over rows that are one step apart.
     Losses and metrics are means over the steps that `LOSS_MASK` names.
+
+    Any module with memory is trained whose `forward_train` returns `QF_PREDS (B, T, A)` and whose
+    `forward_target`, of RLlib's `TargetNetworkAPI`, returns the same of its target network; with
+    several atoms `ATOMS`, `QF_LOGITS` and `QF_PROBS` besides, as RLlib's `QNetAPI` names them.
     """
 
     @override(DQNTorchLearner)
@@ -45,19 +46,25 @@ class MemoryDQNTorchLearner(ReplayLearnerMixin, DQNTorchLearner):
         batch: dict[str, Any],
         fwd_out: dict[str, Any],
     ) -> Any:
-        """The TD loss of n-step returns, plain or of a distribution over atoms."""
+        """The TD loss of n-step returns, plain or of a distribution over atoms.
+
+        Raises:
+            ValueError: If a module's `forward_train` returns no action values.
+        """
         if Columns.STATE_IN not in batch:
             return super().compute_loss_for_module(
                 module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
             )
-        if QF_TARGET_PREDS not in fwd_out:
+        if QF_PREDS not in fwd_out:
             raise ValueError(
                 f"`forward_train` of module `{module_id}` returned {sorted(fwd_out)}, but must "
-                f"return `{QF_PREDS}` and `{QF_TARGET_PREDS}`: the action values `(B, T, A)` of "
-                "the network and of its target network at the same steps. Derive the module from "
-                "`MemoryQRLModule`."
+                f"return `{QF_PREDS}`, the action values `(B, T, A)`. Return them, or derive the "
+                "module from `MemoryQRLModule`."
             )
-        q, target = fwd_out[QF_PREDS], fwd_out[QF_TARGET_PREDS]
+        module: Any = self.module[module_id].unwrapped()
+        with torch.no_grad():
+            target_out = module.forward_target(batch)
+        q, target = fwd_out[QF_PREDS], target_out[QF_PREDS]
         mask = trained_steps(batch[Columns.LOSS_MASK])
         returns, discounts, slots = n_step_returns(
             batch[Columns.REWARDS], batch[Columns.TERMINATEDS], mask, config.gamma, config.n_step
@@ -66,7 +73,7 @@ class MemoryDQNTorchLearner(ReplayLearnerMixin, DQNTorchLearner):
         best = (q if config.double_q else target).detach().argmax(-1)
         q_selected = _select(q, actions)
         if config.num_atoms > 1:
-            next_probs = _gather_slots(_select(fwd_out[QF_TARGET_PROBS], best), slots)
+            next_probs = _gather_slots(_select(target_out[QF_PROBS], best), slots)
             expected = project(returns, discounts, next_probs, fwd_out[ATOMS])
             logits = _select(fwd_out[QF_LOGITS], actions)
             losses = td_errors = -(expected * logits.log_softmax(-1)).sum(-1)

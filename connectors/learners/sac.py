@@ -84,7 +84,11 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _SharedTemperatures):
     def configure_optimizers_for_module(
         self, module_id: ModuleID, config: SACConfig | None = None
     ) -> None:
-        """Registers the optimizers of Q-functions, policy and temperature."""
+        """Registers the optimizers of Q-functions, policy and temperature.
+
+        Raises:
+            ValueError: If the policy or the Q-functions have no weights.
+        """
         settings: Any = config
         log_alpha: Any = self.curr_log_alpha[module_id]
         actor, critic = [], []
@@ -92,6 +96,13 @@ class MemorySACTorchLearner(ReplayLearnerMixin, _SharedTemperatures):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 (actor if name.startswith(ACTOR_NETWORKS) else critic).append(parameter)
+        if not (actor and critic):
+            raise ValueError(
+                f"Of module `{module_id}` SAC's policy has {len(actor)} weights to train and its "
+                f"Q-functions {len(critic)}. As in RLlib the policy's networks are `pi` and "
+                "`pi_encoder`, all others the Q-functions'; or derive the module from "
+                "`MemorySACRLModule`."
+            )
         for name, parameters, lr in (
             ("qf", critic, settings.critic_lr),
             ("policy", actor, settings.actor_lr),

@@ -11,8 +11,10 @@ from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
 
 from connectors.snapshots import eval_mode
 
-# Timesteps that one pass takes at a time.
+# Timesteps that one pass takes at a time, and bytes of their observations on CPUs, unless a single
+# row has more: what is larger than the caches comes from the system page by page.
 VALUE_STEPS = 2048
+VALUE_BYTES = 2**24
 
 
 def values_of_batch(module: ValueFunctionAPI, batch: dict[str, Any]) -> torch.Tensor:
@@ -29,13 +31,18 @@ def values_of_batch(module: ValueFunctionAPI, batch: dict[str, Any]) -> torch.Te
     """
     # A list of Python objects, in no order that blocks could follow.
     batch = {column: data for column, data in batch.items() if column != Columns.INFOS}
-    first = tree.flatten(batch[Columns.OBS])[0]
-    steps_per_row = first.shape[1] if Columns.STATE_IN in batch else 1
-    rows_per_block = max(1, VALUE_STEPS // steps_per_row)
+    leaves = tree.flatten(batch[Columns.OBS])
+    num_rows = len(leaves[0])
+    steps_per_row = leaves[0].shape[1] if Columns.STATE_IN in batch else 1
+    rows_per_block = VALUE_STEPS // steps_per_row
+    if leaves[0].device.type == "cpu":
+        bytes_per_row = sum(leaf.nbytes for leaf in leaves) // num_rows
+        rows_per_block = min(rows_per_block, VALUE_BYTES // max(1, bytes_per_row))
+    rows_per_block = max(1, rows_per_block)
     with torch.no_grad(), eval_mode(module):
         blocks = [
             module.compute_values(_rows(batch, start, start + rows_per_block))
-            for start in range(0, len(first), rows_per_block)
+            for start in range(0, num_rows, rows_per_block)
         ]
     return torch.cat([cast("torch.Tensor", block) for block in blocks])
 

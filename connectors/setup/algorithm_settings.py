@@ -12,9 +12,11 @@ from ray.rllib.algorithms.impala.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.algorithms.sac.default_sac_rl_module import DefaultSACRLModule
 from ray.rllib.algorithms.sac.sac import SACConfig
+from ray.rllib.core.rl_module.apis import TargetNetworkAPI
 
 from connectors.offline.evaluation import MemoryOfflineEvaluationRunner, PassRecordedRows
 from connectors.offline.reading import RecordedEpisodes
+from connectors.setup.module_specs import module_classes
 from connectors.setup.replay_settings import use_sequence_replay
 from connectors.setup.search_spaces import is_searched
 
@@ -148,7 +150,7 @@ def prepare_dqn(config: Any, row_lengths: RowLengths) -> None:
     """
     if not row_lengths:
         return
-    _refuse_lstm(config, DefaultDQNRLModule, "MemoryQRLModule")
+    _check_modules(config, row_lengths, DefaultDQNRLModule, "MemoryQRLModule")
     n_step, max_seq_len = config.n_step, min(row_lengths.values())
     is_count = isinstance(n_step, int) and not isinstance(n_step, bool)
     if not is_searched(config, "n_step") and not (is_count and 1 <= n_step < max_seq_len):
@@ -172,7 +174,7 @@ def prepare_sac(config: SACConfig, row_lengths: RowLengths) -> None:
     """
     if not row_lengths:
         return
-    _refuse_lstm(config, DefaultSACRLModule, "MemorySACRLModule")
+    _check_modules(config, row_lengths, DefaultSACRLModule, "MemorySACRLModule")
     n_step = config.n_step
     if n_step != 1 and not is_searched(config, "n_step"):
         raise ValueError(
@@ -182,14 +184,24 @@ def prepare_sac(config: SACConfig, row_lengths: RowLengths) -> None:
     use_sequence_replay(config, row_lengths)
 
 
-def _refuse_lstm(config: AlgorithmConfig, rllibs_class: type, ours: str) -> None:
-    module_class = getattr(config.rl_module_spec, "module_class", None)
-    if module_class is not None and issubclass(module_class, rllibs_class):
-        raise ValueError(
-            f"`{module_class.__name__}` with `use_lstm` cannot be trained on replayed rows, nor "
-            "act in several environments (Ray 2.60). Use a module of this package, such as "
-            f"`{ours}`."
-        )
+def _check_modules(
+    config: AlgorithmConfig, row_lengths: RowLengths, rllibs_class: type, ours: str
+) -> None:
+    """Refuses RLlib's LSTM, and what has no target network."""
+    for module_id, module_class in module_classes(config).items():
+        if module_id not in row_lengths:
+            continue
+        name = module_class.__name__
+        if issubclass(module_class, rllibs_class):
+            raise ValueError(
+                f"`{name}` with `use_lstm` cannot be trained on replayed rows, nor act in several "
+                f"environments (Ray 2.60). Use a module of this package, such as `{ours}`."
+            )
+        if not issubclass(module_class, TargetNetworkAPI):
+            raise ValueError(
+                f"`{name}` has no target network, but `{type(config).__name__}` learns from one. "
+                f"Implement RLlib's `TargetNetworkAPI`, or derive the module from `{ours}`."
+            )
 
 
 def prepare_marwil(config: AlgorithmConfig, row_lengths: RowLengths) -> None:

@@ -70,6 +70,12 @@ def row_lengths(config: AlgorithmConfig) -> dict[str, int]:
     return lengths
 
 
+def module_classes(config: AlgorithmConfig) -> dict[str, Any]:
+    """The class of each module, by module ID."""
+    specs = _specs_by_id(config, config.rl_module_spec)
+    return {module_id: spec.module_class for module_id, spec in specs.items()}
+
+
 def _specs_by_id(config: AlgorithmConfig, spec: Any) -> dict[str, RLModuleSpec]:
     if isinstance(spec, RLModuleSpec):
         # One spec for all: RLlib builds a module for each policy from it.

@@ -5,7 +5,7 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-from ray.rllib.algorithms.dqn.dqn_learner import QF_PREDS, QF_PROBS
+from ray.rllib.algorithms.dqn.dqn_learner import QF_PREDS
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.utils import make_target_network
 from ray.rllib.core.rl_module.apis import InferenceOnlyAPI, QNetAPI, TargetNetworkAPI
@@ -19,10 +19,6 @@ from rlmodules.memories.config import MemoryConfig
 from rlmodules.modules.base import BaseMemoryRLModule
 from rlmodules.modules.batches import check_rows, module_inputs
 from rlmodules.networks.heads import QHead
-
-# What `forward_train` returns of the target networks, of the same steps as the others' outputs.
-QF_TARGET_PREDS = "qf_target_preds"
-QF_TARGET_PROBS = "qf_target_probs"
 
 
 class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
@@ -116,9 +112,7 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
 
     @override(TorchRLModule)
     def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Action values `(B, T, A)` of both networks, at the same steps.
-
-        With several atoms also logits `(B, T, A, N)` and the target's probabilities.
+        """Action values `(B, T, A)`; with several atoms also logits and probabilities of each.
 
         Raises:
             ValueError: If the batch is that of RLlib's own connectors.
@@ -126,10 +120,6 @@ class MemoryQRLModule(BaseMemoryRLModule, QNetAPI, TargetNetworkAPI):
         check_rows(batch)
         self.compile_cores()
         outputs = self.compute_q_values(batch)
-        target = self.forward_target(batch)
-        outputs[QF_TARGET_PREDS] = target[QF_PREDS]
-        if QF_PROBS in target:
-            outputs[QF_TARGET_PROBS] = target[QF_PROBS]
         del outputs[Columns.STATE_OUT]
         return outputs
 

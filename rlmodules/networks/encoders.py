@@ -306,6 +306,8 @@ class _Image(nn.Module):
         self.cnn = config.build(framework="torch")
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        images = x.flatten(end_dim=-4).to(dtype) * self._scale
+        images = x.flatten(end_dim=-4).to(dtype)
+        if self._scale != 1.0:
+            images = images * self._scale
         features = self.cnn({Columns.OBS: images})[ENCODER_OUT]
         return features.reshape(*x.shape[:-3], self.output_dim)

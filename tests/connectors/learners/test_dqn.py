@@ -13,6 +13,7 @@ from ray.rllib.algorithms.dqn.dqn_learner import (
     QF_MEAN_KEY,
     QF_MIN_KEY,
     QF_PREDS,
+    QF_PROBS,
     TD_ERROR_MEAN_KEY,
 )
 from ray.rllib.algorithms.dqn.torch.default_dqn_torch_rl_module import DefaultDQNTorchRLModule
@@ -26,8 +27,6 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from connectors import MemoryDQNTorchLearner, SequenceReplayBuffer, connect
 from connectors.learners.dqn import (
-    QF_TARGET_PREDS,
-    QF_TARGET_PROBS,
     n_step_returns,
     project,
     trained_steps,
@@ -73,27 +72,26 @@ def random_batch(*, rows_without_bootstrap=False):
 
 
 def random_outputs(num_atoms):
+    """What `forward_train` and `forward_target` return."""
     generator = torch.Generator().manual_seed(4)
     q, target = torch.randn(2, B, T, A, generator=generator, dtype=torch.float64)
-    outputs = {QF_PREDS: q.requires_grad_(), QF_TARGET_PREDS: target}
+    outputs, targets = {QF_PREDS: q.requires_grad_()}, {QF_PREDS: target}
     if num_atoms > 1:
-        logits, targets = torch.randn(2, B, T, A, N, generator=generator, dtype=torch.float64)
-        outputs |= {
-            QF_LOGITS: logits.requires_grad_(),
-            QF_TARGET_PROBS: targets.softmax(-1),
-            ATOMS: torch.linspace(-2.0, 2.0, N, dtype=torch.float64),
-        }
-    return outputs
+        logits, target = torch.randn(2, B, T, A, N, generator=generator, dtype=torch.float64)
+        outputs[QF_LOGITS] = logits.requires_grad_()
+        outputs[ATOMS] = torch.linspace(-2.0, 2.0, N, dtype=torch.float64)
+        targets[QF_PROBS] = target.softmax(-1)
+    return outputs, targets
 
 
-def reference(batch, outputs, *, n_step, double_q, loss_fn, num_atoms):
+def reference(batch, outputs, targets, *, n_step, double_q, loss_fn, num_atoms):
     """Losses, TD errors and values of the trained steps, one at a time in plain Python."""
     mask = batch[Columns.LOSS_MASK].tolist()
     rewards = batch[Columns.REWARDS].tolist()
     ends = batch[Columns.TERMINATEDS].tolist()
     actions = batch[Columns.ACTIONS].tolist()
     q = outputs[QF_PREDS].tolist()
-    target = outputs[QF_TARGET_PREDS].tolist()
+    target = targets[QF_PREDS].tolist()
     losses, errors, values = [], [], []
     for b in range(B):
         for t in range(T - 1):
@@ -117,7 +115,7 @@ def reference(batch, outputs, *, n_step, double_q, loss_fn, num_atoms):
                 factor = 1.0 if loss_fn == "mse" else 0.5
                 losses.append(factor * error**2 if quadratic else abs(error) - 0.5)
             else:
-                probs = outputs[QF_TARGET_PROBS][b, ahead, best].tolist()
+                probs = targets[QF_PROBS][b, ahead, best].tolist()
                 moved = reference_projection(total, discount, probs, outputs[ATOMS].tolist())
                 logp = outputs[QF_LOGITS][b, t, actions[b][t]].log_softmax(-1).tolist()
                 losses.append(-sum(p * q for p, q in zip(moved, logp, strict=True)))
@@ -152,7 +150,8 @@ def learner():
     return built
 
 
-def loss_of(learner, batch, outputs, **settings):
+def loss_of(learner, batch, outputs, targets, **settings):
+    learner.module["default_policy"].forward_target = lambda _: targets
     config = learner.config.copy(copy_frozen=False).training(gamma=GAMMA, **settings)
     return learner.compute_loss_for_module(
         module_id="default_policy", config=config, batch=batch, fwd_out=outputs
@@ -167,18 +166,25 @@ def loss_of(learner, batch, outputs, **settings):
 def test_loss_equals_a_loop(learner, loss_fn, n_step, double_q, num_atoms):
     for rows_without_bootstrap in (False, True):
         batch = random_batch(rows_without_bootstrap=rows_without_bootstrap)
-        outputs = random_outputs(num_atoms)
+        outputs, targets = random_outputs(num_atoms)
         loss = loss_of(
             learner,
             batch,
             outputs,
+            targets,
             n_step=n_step,
             double_q=double_q,
             td_error_loss_fn=loss_fn,
             num_atoms=num_atoms,
         )
         losses, errors, values = reference(
-            batch, outputs, n_step=n_step, double_q=double_q, loss_fn=loss_fn, num_atoms=num_atoms
+            batch,
+            outputs,
+            targets,
+            n_step=n_step,
+            double_q=double_q,
+            loss_fn=loss_fn,
+            num_atoms=num_atoms,
         )
         assert len(losses) == 20
         assert loss.item() == pytest.approx(np.mean(losses), rel=1e-12)
@@ -198,9 +204,9 @@ def test_loss_equals_a_loop(learner, loss_fn, n_step, double_q, num_atoms):
 def test_nothing_but_trained_steps_counts(learner, num_atoms):
     """Neither the values of other slots nor their gradients, nor the targets' gradients."""
     settings = {"n_step": 3, "num_atoms": num_atoms}
-    batch, outputs = random_batch(), random_outputs(num_atoms)
+    batch, (outputs, targets) = random_batch(), random_outputs(num_atoms)
     key = QF_PREDS if num_atoms == 1 else QF_LOGITS
-    loss = loss_of(learner, batch, outputs, **settings)
+    loss = loss_of(learner, batch, outputs, targets, **settings)
     loss.backward()
     gradient = outputs[key].grad
     mask = batch[Columns.LOSS_MASK]
@@ -210,7 +216,7 @@ def test_nothing_but_trained_steps_counts(learner, num_atoms):
     for column in (Columns.REWARDS, Columns.TERMINATEDS, Columns.ACTIONS):
         other = torch.full_like(batch[column], 1 if column != Columns.REWARDS else torch.nan)
         garbage[column] = batch[column].where(mask, other)
-    assert torch.equal(loss_of(learner, garbage, outputs, **settings), loss)
+    assert torch.equal(loss_of(learner, garbage, outputs, targets, **settings), loss)
 
 
 def test_trained_steps_have_their_next_observation_in_the_row():
@@ -248,11 +254,11 @@ def test_projection():
 
 
 @pytest.mark.ray
-def test_a_module_without_target_values_is_refused(learner):
-    outputs = random_outputs(1)
-    del outputs[QF_TARGET_PREDS]
+def test_a_module_without_action_values_is_told(learner):
+    outputs, targets = random_outputs(1)
+    del outputs[QF_PREDS]
     with pytest.raises(ValueError, match="`forward_train` of module `default_policy` returned"):
-        loss_of(learner, random_batch(), outputs)
+        loss_of(learner, random_batch(), outputs, targets)
 
 
 # Real runs.
@@ -281,7 +287,8 @@ class RecordingLearner(MemoryDQNTorchLearner):
 
         self.batches.append(dict(batch))
         self.errors.append(error(fwd_out[QF_PREDS]))
-        self.target_errors.append(error(fwd_out[QF_TARGET_PREDS]))
+        targets = self.module[module_id].forward_target(batch)
+        self.target_errors.append(error(targets[QF_PREDS]))
         zeros = tree.map_structure(torch.zeros_like, batch[Columns.STATE_IN])
         with torch.no_grad():
             outputs = self.module[module_id].compute_q_values({**batch, Columns.STATE_IN: zeros})

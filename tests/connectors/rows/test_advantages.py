@@ -17,8 +17,9 @@ from ray.rllib.evaluation.postprocessing import Postprocessing
 from ray.rllib.utils.postprocessing.value_predictions import compute_value_targets
 
 from connectors import BuildTrainBatch, ComputeAdvantages
+from connectors.rows import values
 from connectors.rows.advantages import value_targets
-from connectors.rows.values import VALUE_STEPS, values_of_batch
+from connectors.rows.values import values_of_batch
 from tests.connectors.helpers import BOX, DISCRETE, lstm_module, make_episodes, run_pipeline
 
 T = 4
@@ -164,9 +165,11 @@ class WatchedRLModule(StatelessRLModule):
         return super().compute_values(batch)
 
 
-@pytest.mark.parametrize("num_rows", [3, 1300])
-def test_values_of_modules_of_others(num_rows):
-    """In eval mode, without gradient, and in blocks that are bounded in steps."""
+@pytest.mark.parametrize(("num_rows", "most_rows"), [(3, None), (1300, None), (30, 7)])
+def test_values_of_modules_of_others(num_rows, most_rows, monkeypatch):
+    """In eval mode, without gradient, and in blocks that are bounded in steps and bytes."""
+    if most_rows is not None:
+        monkeypatch.setattr(values, "VALUE_BYTES", most_rows * T * 3 * 4)
     module = spec(WatchedRLModule).build()
     module.train()
     module.frozen.eval()
@@ -176,12 +179,13 @@ def test_values_of_modules_of_others(num_rows):
         Columns.SEQ_LENS: torch.full((num_rows,), T),
         Columns.INFOS: [{}] * 7,
     }
-    values = values_of_batch(module, batch)
-    torch.testing.assert_close(values, module.layer(batch[Columns.OBS]).squeeze(-1))
-    assert not values.requires_grad
+    outputs = values_of_batch(module, batch)
+    torch.testing.assert_close(outputs, module.layer(batch[Columns.OBS]).squeeze(-1))
+    assert not outputs.requires_grad
     rows = [rows for _, _, rows in module.runs]
     assert sum(rows) == num_rows
-    assert max(rows) * T <= VALUE_STEPS
+    assert max(rows) * T <= values.VALUE_STEPS
+    assert max(rows) <= (most_rows or num_rows)
     assert {run[:2] for run in module.runs} == {(False, False)}
     assert module.training
     assert module.dropout.training

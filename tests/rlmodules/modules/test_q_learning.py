@@ -12,14 +12,11 @@ from ray.rllib.algorithms.dqn.dqn_learner import ATOMS, QF_LOGITS, QF_PREDS, QF_
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.apis import QNetAPI, TargetNetworkAPI
 
-from connectors.learners import dqn
 from rlmodules import (
     LinearAttentionConfig,
     MemoryQRLModule,
 )
 from rlmodules.memories import compilation
-from rlmodules.modules import q_learning
-from rlmodules.modules.q_learning import QF_TARGET_PREDS, QF_TARGET_PROBS
 from tests.rlmodules.modules import test_base
 from tests.rlmodules.modules.test_base import OBSERVATION_SPACES, B, T, assert_trees_equal, batch_of
 
@@ -51,9 +48,10 @@ def test_apis():
 def test_observation_spaces(space):
     module = build(OBSERVATION_SPACES[space])
     module.make_target_networks()
-    outputs = module.forward_train(batch_of(module, seq_lens=[T, 2, 1]))
-    assert outputs[QF_PREDS].shape == outputs[QF_TARGET_PREDS].shape == (B, T, A)
-    assert torch.isfinite(outputs[QF_PREDS]).all()
+    batch = batch_of(module, seq_lens=[T, 2, 1])
+    for outputs in (module.forward_train(batch), module.forward_target(batch)):
+        assert outputs[QF_PREDS].shape == (B, T, A)
+        assert torch.isfinite(outputs[QF_PREDS]).all()
 
 
 @pytest.mark.parametrize(
@@ -111,15 +109,17 @@ def test_padding_changes_nothing():
     module = with_targets(num_atoms=5)
     batch = batch_of(module, seq_lens=[T, 3, 1])
     valid = torch.arange(T) < batch[Columns.SEQ_LENS][:, None]
-    clean = module.forward_train(batch)
+    clean, clean_target = module.forward_train(batch), module.forward_target(batch)
     clean[QF_PREDS][valid].sum().backward()
     gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.requires_grad}
     module.zero_grad()
     batch[Columns.OBS] = torch.where(valid[..., None], batch[Columns.OBS], torch.nan)
     dirty = module.forward_train(batch)
     dirty[QF_PREDS][valid].sum().backward()
-    for key in (QF_PREDS, QF_LOGITS, QF_TARGET_PREDS, QF_TARGET_PROBS):
+    dirty_target = module.forward_target(batch)
+    for key in (QF_PREDS, QF_LOGITS, QF_PROBS):
         torch.testing.assert_close(dirty[key][valid], clean[key][valid])
+        torch.testing.assert_close(dirty_target[key][valid], clean_target[key][valid])
     for name, gradient in gradients.items():
         torch.testing.assert_close(module.get_parameter(name).grad, gradient)
 
@@ -183,14 +183,13 @@ def test_forbidden_actions_are_never_taken():
 def test_target_networks_have_their_own_weights_and_no_gradient():
     module = with_targets()
     batch = batch_of(module)
-    outputs = module.forward_train(batch)
-    assert not torch.allclose(outputs[QF_PREDS], outputs[QF_TARGET_PREDS])
-    assert not outputs[QF_TARGET_PREDS].requires_grad
-    torch.testing.assert_close(outputs[QF_TARGET_PREDS], module.forward_target(batch)[QF_PREDS])
+    values = module.forward_train(batch)[QF_PREDS]
+    target = module.forward_target(batch)[QF_PREDS]
+    assert not torch.allclose(values, target)
+    assert not target.requires_grad
     for main, target in module.get_target_network_pairs():
         target.load_state_dict(main.state_dict())
-    outputs = module.forward_train(batch)
-    torch.testing.assert_close(outputs[QF_PREDS], outputs[QF_TARGET_PREDS])
+    torch.testing.assert_close(values, module.forward_target(batch)[QF_PREDS])
 
 
 def test_all_weights_have_targets():
@@ -250,7 +249,7 @@ def test_compiles_both_networks(monkeypatch):
     target = module.forward_target(batch)[QF_PREDS]
     outputs = module.forward_train(batch)
     torch.testing.assert_close(outputs[QF_PREDS], eager)
-    torch.testing.assert_close(outputs[QF_TARGET_PREDS], target)
+    torch.testing.assert_close(module.forward_target(batch)[QF_PREDS], target)
     outputs[QF_PREDS].sum().backward()
     for core in (module.core, module.target_core):
         assert all(compilation.is_compiled(block) for block in core.memory.blocks)
@@ -264,8 +263,3 @@ def test_config_may_be_a_dataclass_without_dqns_keys():
     batch = batch_of(module, 1)
     actions = [module.forward_exploration(batch, t=t)[Columns.ACTIONS] for t in range(3)]
     tree.map_structure(lambda a: np.testing.assert_array_equal(a, actions[0]), actions)
-
-
-def test_module_and_learner_name_the_targets_alike():
-    assert q_learning.QF_TARGET_PREDS == dqn.QF_TARGET_PREDS
-    assert q_learning.QF_TARGET_PROBS == dqn.QF_TARGET_PROBS
