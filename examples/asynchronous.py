@@ -15,7 +15,6 @@ How to run it
 
 Results to expect
 -----------------
-RESULTS
 """
 
 import argparse
@@ -46,7 +45,7 @@ def build_config(args: argparse.Namespace) -> IMPALAConfig:
         .rl_module(
             rl_module_spec=RLModuleSpec(module_class=MemoryRLModule, model_config=model_config)
         )
-        .reporting(min_time_s_per_iteration=5)
+        .reporting(min_sample_timesteps_per_iteration=10_000, min_time_s_per_iteration=0)
     )
     return connect(apply_arguments(config, args))
 
