@@ -81,7 +81,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "PositionOnlyCartPole": Family(
         why=CONTROL, steps=(200, 400, 600), gamma=0.99, lag=(8, 8, 8), row_steps=64,
-        equal_lengths=False, solved=0.99,
+        equal_lengths=False, solved=0.99, memory="gru",
     ),
     "NoisyPositionOnlyCartPole": Family(
         why=CONTROL + "More positions average noise out.",
