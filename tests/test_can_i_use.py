@@ -35,7 +35,6 @@ from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.learner.utils import make_target_network
 from ray.rllib.core.rl_module.apis import TargetNetworkAPI
-from ray.rllib.core.rl_module.apis.target_network_api import TARGET_NETWORK_ACTION_DIST_INPUTS
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -56,7 +55,7 @@ from connectors.setup.algorithms import support_for
 from rlmodules.memories import compilation
 from rlmodules.memories.memory import Memory, State, mask_padding
 from rlmodules.modules.catalogue import CONFIGS as CATALOGUE
-from tests.connectors.helpers import CountingRLModule
+from tests.connectors.helpers import CountingRLModule, CountingTargetRLModule
 from tests.connectors.offline.test_reading import dealt, play
 from tests.envs import RandomAgents, RememberCue, RememberFirst, SampledObservations
 
@@ -164,24 +163,8 @@ class OwnSACRLModule(rlmodules.MemorySACRLModule):
     config_class = OwnConfig
 
 
-class RLModuleOfOnesOwn(CountingRLModule, TargetNetworkAPI):
-    """Not made for this package. Only APPO needs the target network."""
-
-    def make_target_networks(self):
-        self.target_mix = torch.nn.Parameter(self.mix.detach().clone(), requires_grad=False)
-        self.target_policy = make_target_network(self.policy)
-
-    def get_target_network_pairs(self):
-        return [(self.policy, self.target_policy)]
-
-    def forward_target(self, batch):
-        with torch.no_grad():
-            inputs = self.target_policy(self._run(batch)[0])
-        return {TARGET_NETWORK_ACTION_DIST_INPUTS: inputs}
-
-
 class QRLModuleOfOnesOwn(CountingRLModule, TargetNetworkAPI):
-    """The same for DQN."""
+    """Not made for this package, for DQN."""
 
     def make_target_networks(self):
         self.target_policy = make_target_network(self.policy)
@@ -458,7 +441,7 @@ def test_rllibs_lstm(algorithm):
 
 @pytest.mark.parametrize("algorithm", CONFIGS)
 def test_a_module_of_ones_own(algorithm):
-    module_class = MODULES_OF_ONES_OWN.get(algorithm, RLModuleOfOnesOwn)
+    module_class = MODULES_OF_ONES_OWN.get(algorithm, CountingTargetRLModule)
     spec = RLModuleSpec(module_class, model_config={"max_seq_len": T})
     train(make_config(algorithm, spec, action_space=gym.spaces.Discrete(2)))
 

@@ -11,6 +11,9 @@ from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.connectors.learner import AddOneTsToEpisodesAndTruncate
 from ray.rllib.core.columns import Columns
+from ray.rllib.core.learner.utils import make_target_network
+from ray.rllib.core.rl_module.apis import TargetNetworkAPI
+from ray.rllib.core.rl_module.apis.target_network_api import TARGET_NETWORK_ACTION_DIST_INPUTS
 from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -56,6 +59,22 @@ class CountingRLModule(TorchRLModule, ValueFunctionAPI):
 
     def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
         return self.value(self._run(batch)[0]).squeeze(-1)
+
+
+class CountingTargetRLModule(CountingRLModule, TargetNetworkAPI):
+    """The same with the target network that APPO, DQN and SAC ask for."""
+
+    def make_target_networks(self):
+        self.target_mix = torch.nn.Parameter(self.mix.detach().clone(), requires_grad=False)
+        self.target_policy = make_target_network(self.policy)
+
+    def get_target_network_pairs(self):
+        return [(self.policy, self.target_policy)]
+
+    def forward_target(self, batch):
+        with torch.no_grad():
+            inputs = self.target_policy(self._run(batch)[0])
+        return {TARGET_NETWORK_ACTION_DIST_INPUTS: inputs}
 
 
 def _spaces(space: gym.Space) -> Any:

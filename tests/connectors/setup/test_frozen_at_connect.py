@@ -31,7 +31,7 @@ from ray.tune.search.variant_generator import generate_variants
 from connectors import MemoryPPOTorchLearner, connect
 from connectors.setup.connect import ARRANGED
 from rlmodules import DeepLinearAttentionConfig, DeepLinearAttentionRLModule
-from tests.connectors.helpers import BOX, DISCRETE, CountingRLModule
+from tests.connectors.helpers import BOX, DISCRETE, CountingTargetRLModule
 
 SPACES = {"__env_single__": (BOX, gym.spaces.Box(-2.0, 2.0, (1,)))}
 T = 16
@@ -39,7 +39,7 @@ TwoCartPoles = make_multi_agent("CartPole-v1")
 
 
 def counting(max_seq_len=T):
-    return RLModuleSpec(CountingRLModule, model_config={"max_seq_len": max_seq_len})
+    return RLModuleSpec(CountingTargetRLModule, model_config={"max_seq_len": max_seq_len})
 
 
 def config_of(config_class=PPOConfig):
@@ -438,7 +438,9 @@ def test_callbacks_that_equal_no_copy_are_no_change(config_class, callback):
 )
 def test_all_that_connect_sets_is_verified(config_class):
     config = config_of(config_class).learners(num_learners=1)
-    config.rl_module(rl_module_spec=RLModuleSpec(CountingRLModule, model_config={"max_seq_len": 8}))
+    config.rl_module(
+        rl_module_spec=RLModuleSpec(CountingTargetRLModule, model_config={"max_seq_len": 8})
+    )
     before = dict(vars(config.copy()))
     changed = {name for name, value in vars(connect(config)).items() if before[name] != value}
     # The module's spec by its class, the Learner's class by the property.
