@@ -188,9 +188,8 @@ def _check_modules(
     config: AlgorithmConfig, row_lengths: RowLengths, rllibs_class: type, ours: str
 ) -> None:
     """Refuses RLlib's LSTM, and what has no target network."""
-    for module_id, module_class in module_classes(config).items():
-        if module_id not in row_lengths:
-            continue
+    classes = module_classes(config)
+    for module_class in (classes[module_id] for module_id in row_lengths):
         name = module_class.__name__
         if issubclass(module_class, rllibs_class):
             raise ValueError(
