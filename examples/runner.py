@@ -193,9 +193,10 @@ class RecentMeans:
 
     def add(self, runners: Mapping[str, Any]) -> None:
         """Adds an iteration's results of the EnvRunners."""
-        num_episodes = int(runners.get(NUM_EPISODES, 0))
-        if num_episodes == 0:
+        # NaN where APPO and IMPALA got nothing from their EnvRunners in an iteration.
+        if not runners.get(NUM_EPISODES, 0) > 0:
             return
+        num_episodes = int(runners[NUM_EPISODES])
         values: list[Any] = [reduce(getitem, name.split("/"), runners) for name in self._metrics]
         self._rows.append((num_episodes, [float(value) for value in values]))
         self.num_episodes += num_episodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.appo.appo import APPOConfig
 from ray.rllib.algorithms.dqn.dqn import DQNConfig
 from ray.rllib.algorithms.impala.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
@@ -36,15 +37,30 @@ PPO: dict[str, Any] = {
     # No clipping of the value loss: with 10, RLlib's, larger errors have no gradient.
     "vf_clip_param": 1e6,
 }
-V_TRACE: dict[str, Any] = {
-    # Each batch is used once or twice, so a larger step than RLlib's 5e-4.
-    "lr": 1e-3,
+IMPALA: dict[str, Any] = {
+    "lr": 5e-4,
     "train_batch_size_per_learner": 1024,
+    # RLlib passes over a batch once. V-trace corrects for what the policy has learnt since.
+    "num_epochs": 4,
     # Unlike PPO's, these advantages are as small as the rewards are, so an entropy bonus weighs
     # more: 0.003 kept a policy random where a step earns 1/48. RLlib has 0.01.
     "entropy_coeff": 0.0,
     # RLlib's 40 bounds nothing.
     "grad_clip": 0.5,
+}
+APPO: dict[str, Any] = {
+    **IMPALA,
+    # Ratios are clipped, as PPO's: a larger step, more often.
+    "lr": 1e-3,
+    "num_epochs": 8,
+    "clip_param": 0.2,
+    # RLlib draws batches from a buffer at random, whose oldest ones it drops.
+    "use_circular_buffer": False,
+    # The policy that ratios are clipped around follows each batch. RLlib multiplies the three: its
+    # 2, 8 and 2 leave that policy 32 batches behind.
+    "target_network_update_freq": 1,
+    "circular_buffer_num_batches": 1,
+    "circular_buffer_iterations_per_batch": 1,
 }
 DQN: dict[str, Any] = {
     "lr": 1e-3,
@@ -65,8 +81,9 @@ SAC: dict[str, Any] = {
 }
 SETTINGS: tuple[tuple[type[AlgorithmConfig], dict[str, Any]], ...] = (
     (PPOConfig, PPO),
-    # APPO's config too, which inherits from it.
-    (IMPALAConfig, V_TRACE),
+    # APPO's config inherits from IMPALA's.
+    (APPOConfig, APPO),
+    (IMPALAConfig, IMPALA),
     # SAC's config inherits from DQN's.
     (SACConfig, SAC),
     (DQNConfig, DQN),
@@ -79,19 +96,22 @@ def starting_point(config: Config) -> Config:
     Call it first: what is set afterwards wins. `gamma` and the module's `max_seq_len` stay as they
     are, since they follow from the task.
 
-    | | PPO | APPO, IMPALA | DQN | SAC |
-    |---|---|---|---|---|
-    | `lr` | 1e-3 | 1e-3 | 1e-3 | all three 3e-3 |
-    | `train_batch_size_per_learner` | 4096 | 1024 | 256 | 256 |
-    | `minibatch_size`, `num_epochs` | 1024, 8 | RLlib's | | |
-    | `lambda_` | 0.95 | RLlib's | | |
-    | `entropy_coeff` | 0.003 | 0 | | |
-    | `grad_clip` | 0.5 | 0.5 | RLlib's | RLlib's |
-    | `clip_param`, `vf_clip_param` | 0.2, 1e6 | RLlib's | | |
-    | `use_kl_loss` | False | RLlib's | | |
-    | target network | | RLlib's | each 200 steps | `tau` 0.05 |
-    | `initial_alpha` | | | | 0.1 |
-    | `num_envs_per_env_runner` | 16 | 16 | 16 | 16 |
+    | | PPO | APPO | IMPALA | DQN | SAC |
+    |---|---|---|---|---|---|
+    | `lr` | 1e-3 | 1e-3 | 5e-4 | 1e-3 | all three 3e-3 |
+    | `train_batch_size_per_learner` | 4096 | 1024 | 1024 | 256 | 256 |
+    | `minibatch_size` | 1024 | RLlib's: all | RLlib's: all | | |
+    | `num_epochs` | 8 | 8 | 4 | | |
+    | `lambda_` | 0.95 | | | | |
+    | `entropy_coeff` | 0.003 | 0 | 0 | | |
+    | `grad_clip` | 0.5 | 0.5 | 0.5 | RLlib's | RLlib's |
+    | `clip_param` | 0.2 | 0.2 | | | |
+    | `vf_clip_param` | 1e6 | | | | |
+    | `use_kl_loss` | False | RLlib's: False | | | |
+    | `use_circular_buffer` | | False | | | |
+    | target network | | each batch | | each 200 steps | `tau` 0.05 |
+    | `initial_alpha` | | | | | 0.1 |
+    | `num_envs_per_env_runner` | 16 | 16 | 16 | 16 | 16 |
 
     Args:
         config: A config of PPO, APPO, IMPALA, DQN or SAC. It is changed in place.

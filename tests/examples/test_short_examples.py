@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from examples import (
+    asynchronous,
     images,
     meta_rl_bandit,
     multi_agent,
@@ -19,7 +20,7 @@ from examples import (
 from examples.meta_rl_bandit import TrialBandit
 from examples.runner import MIN_EPISODES, RecentMeans, make_parser, train_until
 
-# Examples whose iterations take no longer than a second, with arguments.
+# Examples whose iterations take some seconds at most, with arguments.
 QUICK = {
     "own memory": (own_memory,),
     "StatelessCartPole": (stateless_cartpole,),
@@ -27,6 +28,8 @@ QUICK = {
     "images": (images,),
     "DQN": (off_policy,),
     "SAC": (off_policy, "--algo", "SAC"),
+    "IMPALA": (asynchronous,),
+    "APPO": (asynchronous, "--algo", "APPO"),
 }
 LONG = {"agents": (multi_agent,), "Learners": (two_learners,)}
 
@@ -119,6 +122,7 @@ def test_means_over_the_last_hundred_episodes():
     assert np.isnan(recent.means()["a"])
     recent.add({"num_episodes": 60, "a": 1.0})
     recent.add({})
+    recent.add({"num_episodes": np.nan, "a": np.nan})
     assert recent.num_episodes == 60 < MIN_EPISODES
     recent.add({"num_episodes": 60, "a": 2.0})
     assert recent.means()["a"] == pytest.approx(1.5)
