@@ -7,7 +7,8 @@ A family's settings follow from how its tasks are built, and are the same for al
   of the own reward with POPGym's 0.99 and 1.0, 7.7 times with 0.99 and 0.95, and 1.3 times with
   0.5 and 0.95.
 - `row_steps`: how far gradients reach into the memory: over whole episodes, unless what counts is
-  always recent. An episode takes a row of its own, so rows longer than most episodes are padding.
+  always recent, or is kept from step to step all the same once it has been kept for a while. An
+  episode takes a row of its own, so rows longer than most episodes are padding.
 - `lag`: how many steps back the answer stands, for memories that attend to a window.
 - `entropy_coeff`: more where the first actions that earn something are rare.
 
@@ -43,7 +44,7 @@ class Family:
     """Steps back that a policy has to see; None: any step of the episode may count."""
 
     row_steps: int | None = None
-    """Steps a training row; None: the episode's."""
+    """Steps a training row at most; None: the episode's."""
 
     equal_lengths: bool = True
     """Whether all episodes have `steps`: then fragments end where episodes do."""
@@ -64,7 +65,11 @@ FAMILIES: dict[str, Family] = {
         why=CARD + "The card is 4, 32 or 64 steps back.",
         steps=(51, 103, 155), gamma=0.5, lag=(4, 32, 64), memory="gtrxl",
     ),
-    "RepeatFirst": Family(why=CARD, steps=(51, 415, 831), gamma=0.5, memory="gru"),
+    "RepeatFirst": Family(
+        why=CARD + "What is kept for a hundred steps is kept for longer: shorter rows are more "
+        "updates of as many steps.",
+        steps=(51, 415, 831), gamma=0.5, row_steps=104, memory="gru",
+    ),
     "CountRecall": Family(why=CARD, steps=(51, 103, 207), gamma=0.5),
     "Autoencode": Family(
         why=CARD + "The lag grows by two a step: what is known is the place in the episode.",
@@ -211,8 +216,8 @@ def settings(task: str, memory: str, *, lr: float | None = None, num_envs: int =
     index = LEVELS.index(split(task)[1])
     steps = family.steps[index]
     # A whole episode, and the step that RLlib appends.
-    max_seq_len = family.row_steps or steps + 1
-    length = steps if family.equal_lengths and family.row_steps is None else max_seq_len
+    max_seq_len = min(steps + 1, family.row_steps or steps + 1)
+    length = steps if family.equal_lengths and max_seq_len > steps else max_seq_len
     lr = model.lr if lr is None else lr
     options = dict(model.options)
     if model.window:
