@@ -21,6 +21,7 @@ BENCHMARKS = {
     "learning": ("benchmarks.learning", "steps and seconds to a return, against RLlib's LSTM"),
     "scaling": ("benchmarks.scaling", "EnvRunners and Learners in processes of their own"),
     "popgym": ("benchmarks.popgym", "what each memory learns on all of POPGym's tasks"),
+    "wrong_settings": ("benchmarks.wrong_settings", "curves with one setting that is wrong"),
     "ceilings": ("benchmarks.ceilings", "the most that can be earned where chances are known"),
     "study": ("benchmarks.study", "what each memory learns to hold, in supervised probes"),
 }

@@ -120,19 +120,22 @@ def missing(trials: Sequence[Trial], runs: Sequence[Run], max_steps: int) -> lis
     return [trial for trial in trials if trial not in done]
 
 
-def train(trial: Trial, max_steps: int) -> Iterator[Progressed]:
+def train(
+    trial: Trial, max_steps: int, settings: dict[str, Any] | None = None
+) -> Iterator[Progressed]:
     """Trains until the task is solved, or the last step.
 
     Args:
         trial: What to train.
         max_steps: Environment steps at most.
+        settings: What to train it with; None: what the table says.
 
     Yields:
         How far it is after each iteration, at last with the whole run.
     """
     torch.set_num_threads(1)
     start_ray()
-    settings = settings_of(trial)
+    settings = settings_of(trial) if settings is None else settings
     changes = {**settings, "model": dict(settings["model"])}
     if trial.memory not in ("rllib-lstm", "mlp"):
         # Whether it pays depends on how long a run takes, which differs from machine to machine.

@@ -31,10 +31,10 @@ def draw(runs: Sequence[Run], directory: Path) -> None:
     for family in popgym_tasks.FAMILIES:
         own = [run for run in runs if popgym_tasks.split(run.trial.task)[0] == family]
         if own:
-            _save(_curves(own, family), directory / CURVES.format(family=family))
+            save(_curves(own, family), directory / CURVES.format(family=family))
     common, means = aggregate(runs, list(popgym_tasks.MODELS))
     if len(means) > 1:
-        _save(_memories(common, means), directory / MEMORIES)
+        save(_memories(common, means), directory / MEMORIES)
 
 
 def _curves(runs: Sequence[Run], family: str) -> Figure:
@@ -91,7 +91,8 @@ def color(memory: str) -> tuple:
     return matplotlib.colormaps["tab20"](names.index(memory) % 20)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture, whole or not at all, for light and dark pages."""
     unfinished = path.with_suffix(".unfinished.png")
     figure.savefig(unfinished, dpi=110, transparent=True)
     unfinished.replace(path)
