@@ -38,9 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
     "memory_inference=16": {"model": {"memory_inference": 16}},
     "minibatch_size=128": {"hyperparameters": {"minibatch_size": 128}},
     "num_epochs=1": {"hyperparameters": {"num_epochs": 1}},
-    "lr=1e-2": {"hyperparameters": {"lr": 1e-2}},
     "lr=5e-5": {"hyperparameters": {"lr": 5e-5}},
+    "lr=1e-2": {"hyperparameters": {"lr": 1e-2}},
+    "lr=5e-2": {"hyperparameters": {"lr": 5e-2}},
     "entropy_coeff=0.1": {"hyperparameters": {"entropy_coeff": 0.1}},
+    "entropy_coeff=1.0": {"hyperparameters": {"entropy_coeff": 1.0}},
 }
 """What differs from the task's settings, a lag of 32 steps in episodes of 103."""
 

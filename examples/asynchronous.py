@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.appo import APPOConfig
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -38,7 +39,7 @@ EPISODE_STEPS = 51
 ALGORITHMS: dict[str, type[IMPALAConfig]] = {"IMPALA": IMPALAConfig, "APPO": APPOConfig}
 
 
-def build_config(args: argparse.Namespace) -> IMPALAConfig:
+def build_config(args: argparse.Namespace) -> AlgorithmConfig:
     """The config of either algorithm."""
     # A whole episode, and the step that RLlib appends.
     model_config: Any = DeepLinearAttentionConfig(max_seq_len=EPISODE_STEPS + 1)
