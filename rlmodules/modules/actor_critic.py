@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlmodules.memories.config import MemoryConfig
 from rlmodules.modules.base import ACTOR, CRITIC, BaseMemoryRLModule
-from rlmodules.modules.batches import in_row_blocks, module_inputs
+from rlmodules.modules.batches import module_inputs
 from rlmodules.networks.distributions import action_dist_class
 from rlmodules.networks.heads import PolicyHead, ValueHead
 
@@ -126,8 +126,7 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
         Args:
             batch: A train batch.
             embeddings: What `forward_train` returned under `EMBEDDINGS`. Without them the values
-                are computed from the batch: in eval mode, without gradient, and in blocks of rows,
-                so that no batch is too large.
+                are computed from the batch, in eval mode and without gradient.
         """
         if embeddings is not None:
             return self.value_head(embeddings)
@@ -136,7 +135,7 @@ class MemoryRLModule(BaseMemoryRLModule, ValueFunctionAPI, TargetNetworkAPI):
         self.eval()
         try:
             with torch.no_grad():
-                return in_row_blocks(self._values, *module_inputs(batch))
+                return self._values(*module_inputs(batch))
         finally:
             self.train(was_training)
 

@@ -1,16 +1,12 @@
 """What RLlib's batches are to our networks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import tree
 from ray.rllib.core.columns import Columns
 from torch import Tensor
-
-# Timesteps that one pass of `in_row_blocks` takes at a time. Bounds its memory; twice as fast as
-# 32,768 on CPUs, whose large temporaries come from the system page by page.
-VALUE_STEPS = 2048
 
 RESETS = "row_resets"
 """Column `(B, T)` bool of packed rows: True where a new episode starts inside the row."""
@@ -44,18 +40,3 @@ def check_rows(batch: Mapping[str, Any]) -> None:
             "be learned: the states before those observations are unknown. Call "
             "`connect(config)` after all other settings."
         )
-
-
-def in_row_blocks(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Calls `function` on blocks of at most `VALUE_STEPS` timesteps and joins the results."""
-    B, T = tree.flatten(args[0])[0].shape[:2]
-    num_blocks = -(-B // max(1, VALUE_STEPS // max(1, T)))
-    if num_blocks <= 1:
-        return function(*args)
-    # One tuple of row blocks for each leaf; None, an absent mask, stays as it is.
-    leaves = [
-        [None] * num_blocks if leaf is None else leaf.split(-(-B // num_blocks))
-        for leaf in tree.flatten(args)
-    ]
-    blocks = zip(*leaves, strict=True)
-    return torch.cat([function(*tree.unflatten_as(args, block)) for block in blocks])

@@ -15,6 +15,7 @@ from ray.rllib.core.rl_module.apis.target_network_api import TARGET_NETWORK_ACTI
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.utils.torch_utils import convert_to_torch_tensor
 
+from connectors.rows import values
 from rlmodules import (
     DeepLinearAttentionConfig,
     DeepLinearAttentionRLModule,
@@ -22,7 +23,6 @@ from rlmodules import (
     LinearAttentionRLModule,
     MemoryRLModule,
 )
-from rlmodules.modules import batches
 
 B, T = 3, 6
 BOX = spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -172,7 +172,7 @@ def test_outputs(module_class):
 
 
 @pytest.mark.parametrize("vf_share_layers", [True, False])
-def test_values(vf_share_layers, monkeypatch):
+def test_values(vf_share_layers):
     module = build(vf_share_layers=vf_share_layers, fcnet_norm=True)
     batch = batch_of(module, num_rows=7, seq_lens=[6, 1, 2, 3, 6, 5, 4])
     module.train()
@@ -191,16 +191,6 @@ def test_values(vf_share_layers, monkeypatch):
     assert module.training
     torch.testing.assert_close(values, expected.detach())
 
-    # In blocks of at most two rows; a mask may be absent.
-    monkeypatch.setattr(batches, "VALUE_STEPS", 2 * T + 1)
-    modes.clear()
-    torch.testing.assert_close(module.compute_values(batch), values)
-    assert len(modes) == 4
-    del batch[Columns.SEQ_LENS]
-    blocked = module.compute_values(batch)
-    monkeypatch.undo()
-    torch.testing.assert_close(blocked, module.compute_values(batch))
-
     module.eval()
     module.compute_values(batch)
     assert not module.training
@@ -217,8 +207,8 @@ def test_row_blocks_of_nested_observations(monkeypatch):
     module = build(OBSERVATION_SPACES["nested"], vf_share_layers=False)
     batch = batch_of(module, num_rows=5, seq_lens=[1, 2, 3, 4, 5])
     expected = module.compute_values(batch)
-    monkeypatch.setattr(batches, "VALUE_STEPS", 1)
-    torch.testing.assert_close(module.compute_values(batch), expected)
+    monkeypatch.setattr(values, "VALUE_STEPS", 1)
+    torch.testing.assert_close(values.values_of_batch(module, batch), expected)
 
 
 def test_two_memories():
