@@ -10,6 +10,9 @@ MultiarmedBandit: a policy that pulls the arm of the highest index for the pulls
 strongest that we know of and can compute, though no proven optimum; and, out of reach for all, what
 the best arm earns from the first pull on.
 
+NoisyPositionOnlyCartPole: a player who knows the pole's physics, estimates its state by a Kalman
+filter and pushes as if the estimate were right. Close to the best there is, though not proven.
+
 Cases are named `TASK KIND`. The peer is the best published return, and `error` in the results is
 the standard error of our mean over episodes.
 """
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Record, machine_info, record
+from benchmarks.pole_filter import NOISE, noisy_pole
 from benchmarks.popgym_scores import PUBLISHED
 
 RANKS, SUITS = 13, 4
@@ -32,6 +36,8 @@ BANDITS = {
     "MultiarmedBanditHard": (30, 600),
 }
 OPTIMUM, INDEX, BEST_ARM = "optimum", "index policy", "best arm known"
+FILTER = "Kalman filter"
+TASKS = [*DECKS, *BANDITS, *NOISE]
 # Sure payoffs that an arm is compared with: its index is known to half the distance of two.
 NUM_PAYOFFS = 200
 PAYOFFS_AT_ONCE = 20
@@ -40,15 +46,17 @@ PAYOFFS_AT_ONCE = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--episodes", type=int, default=20_000, help="(default: %(default)s)")
-    parser.add_argument("--tasks", nargs="+", choices=[*DECKS, *BANDITS], metavar="TASK")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK")
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Computes the ceilings of all tasks: two minutes on two cores, most for the largest bandit."""
     records = []
-    for task in args.tasks or [*DECKS, *BANDITS]:
+    for task in args.tasks or TASKS:
         if task in DECKS:
             found = {OPTIMUM: higher_lower(DECKS[task], args.episodes)}
+        elif task in NOISE:
+            found = {FILTER: noisy_pole(NOISE[task], args.episodes)}
         else:
             arms, pulls = BANDITS[task]
             found = {

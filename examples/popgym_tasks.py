@@ -70,7 +70,10 @@ FAMILIES: dict[str, Family] = {
         "updates of as many steps.",
         steps=(51, 415, 831), gamma=0.5, row_steps=104, memory="gru",
     ),
-    "CountRecall": Family(why=CARD, steps=(51, 103, 207), gamma=0.5),
+    "CountRecall": Family(
+        why=CARD + "A sum over all steps holds the counts.",
+        steps=(51, 103, 207), gamma=0.5, memory="ffm",
+    ),
     "Autoencode": Family(
         why=CARD + "The lag grows by two a step: what is known is the place in the episode.",
         steps=(103, 207, 311), gamma=0.5, memory="window_sine",

@@ -5,7 +5,7 @@ import pytest
 import torch
 from popgym import envs
 
-from benchmarks import ceilings
+from benchmarks import ceilings, pole_filter
 
 EPISODES = 60
 
@@ -70,3 +70,27 @@ def test_an_index_grows_with_the_pulls_that_are_left():
     index = ceilings.arm_indices(30)
     assert (torch.diff(index[:, 0, 0].float()) >= 0).all()
     assert index[-1, 0, 0] > index[0, 0, 0] + 0.2
+
+
+@pytest.mark.parametrize("task", pole_filter.NOISE)
+def test_the_filter_sees_the_noise_of_the_environment(task):
+    env = getattr(envs, task)()
+    assert env.noise_sigma == pytest.approx(pole_filter.NOISE[task])
+    assert env.max_episode_length == pole_filter.STEPS
+
+
+def test_the_pole_moves_as_in_the_environment():
+    env = envs.NoisyPositionOnlyCartPoleHard()
+    env.reset(seed=0)
+    env.unwrapped.state = state = np.array([0.3, -0.5, 0.1, 0.4])
+    for action in (0, 1, 1, 0):
+        state = pole_filter.moved(state, 2 * action - 1)
+        env.step(action)
+        np.testing.assert_allclose(env.unwrapped.state, state, rtol=1e-6)
+
+
+def test_less_noise_earns_more():
+    earned = [pole_filter.noisy_pole(sigma, 500).mean() for sigma in (1e-3, 0.1, 0.2, 0.3)]
+    assert earned[0] == pytest.approx(1.0)
+    assert earned == sorted(earned, reverse=True)
+    assert earned[3] < 0.5
