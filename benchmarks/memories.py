@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--only", metavar="MEMORY", choices=MEMORIES, help="a single memory")
     parser.add_argument(
-        "--bf16", action="store_true", help="autocast both sides to bfloat16; no targets"
+        "--bf16",
+        action="store_true",
+        help="autocast both sides to bfloat16; no targets (CPUs: with AVX-512 only)",
     )
     add_seconds(parser)
 

@@ -70,7 +70,8 @@ def test_half_precision(monkeypatch, bf16):
 
     for name in ("contestant", "peer"):
         monkeypatch.setattr(memories, name, watched(getattr(memories, name)))
-    r = memories.compare("gru", "lstm", "train", 2, 3, bf16=bf16, min_runs=1, seconds=0)
+    # Torch's LSTM knows bfloat16 on CPUs with AVX-512 only.
+    r = memories.compare("gru", "gru", "train", 2, 3, bf16=bf16, min_runs=1, seconds=0)
     assert r["case"] == ("gru-bf16 2x3" if bf16 else "gru 2x3")
     assert set(seen) == {bf16}
 
