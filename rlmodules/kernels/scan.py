@@ -1,10 +1,15 @@
-"""Elementwise linear recurrences over time, real and complex: many blocks of steps at once."""
+"""Elementwise linear recurrences over time, real and complex.
+
+On CPUs a loop in C++, where there is a compiler; else many blocks of steps at once.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from rlmodules.kernels import scan_loop
 
 BLOCK_SIZE = 8
 # Numbers an operation works on, at most, in each thread of a CPU. More lie too far apart for the
@@ -22,9 +27,11 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Linear recurrence of each channel over a sequence that continues from a state.
 
-    `h_t = a_t h_{t-1} + b_t`. `O(T D)` time and memory. All blocks of eight steps run at once, then
-    the states between them, by the same function, then all blocks again from the right state. The
-    backward pass is the same backward in time. Computes in the state's dtype, also under autocast.
+    `h_t = a_t h_{t-1} + b_t`. `O(T D)` time and memory. On a CPU with a C++ compiler it is one loop
+    (`$CXX` names the compiler; half a second when first used). Else all blocks of eight steps run
+    at once, then the states between them, by the same function, then all blocks again from the
+    right state. The backward pass is the same backward in time. Computes in the state's dtype, also
+    under autocast.
 
     Args:
         a: Factors, `(B, T, D)` or what broadcasts to it: `(D,)` is the same for all steps. At most
@@ -195,6 +202,12 @@ def _recur_(out: Tensor, a: Tensor, b: Tensor, h: Tensor, *, reverse: bool = Fal
 
     With `reverse` time runs from the last step to the first.
     """
+    if scan_loop.can_run(out):
+        return scan_loop.recur_(out, a, b, h, reverse=reverse)
+    return _recur_in_blocks_(out, a, b, h, reverse=reverse)
+
+
+def _recur_in_blocks_(out, a, b, h, *, reverse):
     B, T, D = b.shape
     N = T // BLOCK_SIZE
     if b.device.type == "cpu":
@@ -210,7 +223,7 @@ def _recur_(out: Tensor, a: Tensor, b: Tensor, h: Tensor, *, reverse: bool = Fal
     out_blocks, a_blocks, b_blocks = (x[:, in_blocks].unflatten(1, (N, C)) for x in (out, a, b))
     products, sums = _alone(a_blocks, b_blocks, reverse)
     after = torch.empty_like(sums)
-    _recur_(after, products, sums, h, reverse=reverse)
+    _recur_in_blocks_(after, products, sums, h, reverse=reverse)
     before = (after[:, 1:], h[:, None]) if reverse else (h[:, None], after[:, :-1])
     h = _loop_(out_blocks, a_blocks, b_blocks, torch.cat(before, 1), 2, reverse)
     h = h[:, 0 if reverse else -1]

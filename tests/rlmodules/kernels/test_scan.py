@@ -1,4 +1,7 @@
-"""The scan against its loop: states and every gradient, real and complex, with masks and NaN."""
+"""The scan against its reference: states and every gradient, real and complex, masks and NaN.
+
+All of it twice: for the loop in C++, and for the blocks that run where there is no compiler.
+"""
 
 import itertools
 import math
@@ -8,12 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmodules.kernels import complex_scan, scan, scan_reference
+from rlmodules.kernels import complex_scan, scan, scan_loop, scan_reference
 from tests.contracts import assert_equal
 
 B, D = 3, 5
 LENGTHS = (1, 2, 7, 64, 65, 520)
 BOTH = list(itertools.product((False, True), repeat=2))
+
+
+@pytest.fixture(scope="module", params=["loop", "blocks"], autouse=True)
+def implementation(request):
+    """Runs all tests with each."""
+    if request.param == "loop" and scan_loop.library() is None:
+        pytest.skip("this machine has no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "blocks":
+            patch.setattr(scan_loop, "can_run", lambda _: False)
+        yield request.param
 
 
 def complex_reference(a, b, h0, **masks):
@@ -91,7 +105,9 @@ def test_any_masks(num_steps, resets, lengths):
 
 
 @pytest.mark.parametrize("operation_size", [1, B * D * 8, B * D * 16])
-def test_blocks_do_not_matter(operation_size, monkeypatch):
+def test_blocks_do_not_matter(operation_size, implementation, monkeypatch):
+    if implementation != "blocks":
+        pytest.skip("the loop has none")
     inputs, masks = tensors(300, (), False), masks_of(300)
     expected = results(scan, inputs, masks)
     monkeypatch.setitem(scan.__globals__, "OPERATION_SIZE", operation_size)
@@ -168,3 +184,48 @@ def test_traces_whole_for_any_number_of_rows(name):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_inputs_that_lie_strangely_in_memory(name):
+    fast, slow, pair = SCANS[name]
+    # Transposed, expanded, and one number of several.
+    a = torch.rand(D, 70, B, *pair, dtype=torch.float64).div(2).transpose(0, 2)
+    b = torch.randn(B, 1, D, 2, *pair, dtype=torch.float64)[:, :, :, 0].expand(-1, 70, -1, *pair)
+    h0 = torch.randn(D, B, *pair, dtype=torch.float64).transpose(0, 1)
+    for factors in (a, a[:, :1, :1].expand(a.shape)):
+        inputs = [x.detach().requires_grad_() for x in (factors, b, h0)]
+        assert_equal(results(fast, inputs, {}), results(slow, inputs, {}))
+
+
+def test_views_that_are_negated_when_read():
+    pairs = torch.randn(3, B, 70, D, dtype=torch.complex128) / 3
+    a, b, h0 = (x.conj().imag for x in (pairs[0], pairs[1], pairs[2, :, 0]))
+    assert a.is_neg()
+    assert_equal(scan(a, b, h0), scan_reference(a, b, h0))
+
+
+class TestWithoutACompiler:
+    @pytest.fixture(autouse=True)
+    def forgotten(self):
+        scan_loop.library.cache_clear()
+        yield
+        scan_loop.library.cache_clear()
+
+    def runs_all_the_same(self):
+        assert scan_loop.library() is None
+        inputs = tensors(100, (), False)
+        assert_equal(results(scan, inputs, {}), results(scan_reference, inputs, {}))
+
+    def test_none_is_there(self, monkeypatch):
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+        self.runs_all_the_same()
+
+    def test_it_fails(self, monkeypatch):
+        monkeypatch.setenv("CXX", "false")
+        self.runs_all_the_same()
+
+    def test_it_makes_no_library(self, monkeypatch):
+        monkeypatch.setenv("CXX", "true")
+        self.runs_all_the_same()
