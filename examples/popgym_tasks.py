@@ -52,8 +52,8 @@ class Family:
     solved: float = 0.98
     """Mean return at which there is nothing more to learn; 1 is the most that any task pays."""
 
-    memory: str = "deep"
-    """The memory to take, of `MODELS`."""
+    memory: str = "gru"
+    """The memory to take, of `MODELS`: that of the highest returns so far."""
 
 
 CARD = "An action earns its own reward and changes nothing else. "
@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {
     "RepeatFirst": Family(
         why=CARD + "What is kept for a hundred steps is kept for longer: shorter rows are more "
         "updates of as many steps.",
-        steps=(51, 415, 831), gamma=0.5, row_steps=104, memory="gru",
+        steps=(51, 415, 831), gamma=0.5, row_steps=104,
     ),
     "CountRecall": Family(
         why=CARD + "A sum over all steps holds the counts.",
@@ -89,7 +89,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "PositionOnlyCartPole": Family(
         why=CONTROL, steps=(200, 400, 600), gamma=0.99, lag=(8, 8, 8), row_steps=64,
-        equal_lengths=False, solved=0.99, memory="gru",
+        equal_lengths=False, solved=0.99,
     ),
     "NoisyPositionOnlyCartPole": Family(
         why=CONTROL + "More positions average noise out.",
@@ -116,7 +116,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MineSweeper": Family(
         why=GAME, steps=(14, 30, 54), gamma=0.95, lambda_=0.9, entropy_coeff=0.01,
-        equal_lengths=False,
+        equal_lengths=False, memory="deep",
     ),
 }  # fmt: skip
 
