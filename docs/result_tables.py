@@ -214,6 +214,33 @@ def first_task(path: Path = RESULTS / "popgym.jsonl") -> str:
     return markdown(headings, lines) + f"\n\n{command}"
 
 
+def easy_tasks(path: Path = RESULTS / "popgym.jsonl") -> str:
+    """The first 300,000 steps on all Easy tasks, of the memories that have runs on each."""
+    steps = 300_000
+    tasks = [f"{family}Easy" for family in _module("examples.popgym_tasks").FAMILIES]
+    best: dict[str, dict[str, list[float]]] = {}
+    for run in _popgym_runs(path):
+        trial = run.trial
+        if trial.task in tasks and (run.solved or run.steps[-1] >= steps):
+            # An iteration ends where episodes do, so up to a twentieth later.
+            curve = zip(run.steps, run.returns, strict=True)
+            early = max(value for step, value in curve if step <= 1.05 * steps)
+            best.setdefault(trial.memory, {}).setdefault(trial.task, []).append(early)
+    memories = [memory for memory, scores in best.items() if set(scores) == set(tasks)]
+    if not memories:
+        return "No memory has runs on all Easy tasks yet."
+    means = {m: [statistics.fmean(best[m][task]) for task in tasks] for m in memories}
+    memories.sort(key=lambda memory: -sum(means[memory]))
+    lines = [
+        [task, *(f"{means[m][i]:.2f} ({len(best[m][task])})" for m in memories)]
+        for i, task in enumerate(tasks)
+    ]
+    lines.append(["mean", *(f"{statistics.fmean(means[m]):.2f}" for m in memories)])
+    headings = ("best return (seeds)", *(f"`{memory}`" for memory in memories))
+    command = f"`python -m benchmarks popgym --levels Easy --steps {steps}`"
+    return markdown(headings, lines) + f"\n\n{command}"
+
+
 def _popgym_runs(path: Path) -> list[Any]:
     """Those with the settings and the learning rates that the tables have now."""
     runs, tasks = _benchmarks("popgym_runs"), _module("examples.popgym_tasks")

@@ -98,6 +98,32 @@ def test_popgym_is_readable_without_results(tables, tmp_path) -> None:
     assert line.endswith(" | 0.5 | 0.95 | 0.003 | the episode's |")
 
 
+def test_easy_tasks_compares_memories_that_ran_on_all_of_them(tables, tmp_path) -> None:
+    runs = importlib.import_module("benchmarks.popgym_runs")
+    tasks = importlib.import_module("examples.popgym_tasks")
+    path = tmp_path / "runs.jsonl"
+    assert tables.easy_tasks(path) == "No memory has runs on all Easy tasks yet."
+    easy = [task for task in tasks.tasks() if task.endswith("Easy")]
+    for task, memory in [*((task, "gru") for task in easy), (easy[0], "lstm")]:
+        run = runs.Run(
+            trial=runs.Trial(task, memory, 0, tasks.MODELS[memory].lr),
+            settings=tasks.settings(task, memory),
+            max_steps=400_000,
+            steps=[100_000, 302_000, 400_000],
+            returns=[0.1, 0.25, 0.9],
+            solved=False,
+            seconds=1.0,
+            parameters=1,
+            machine={},
+        )
+        runs.append(path, run)
+    lines = tables.easy_tasks(path).splitlines()
+    assert lines[0] == "| best return (seeds) | `gru` |"
+    # What comes later counts no more.
+    assert lines[2] == f"| {easy[0]} | 0.25 (1) |"
+    assert lines[2 + len(easy)] == "| mean | 0.25 |"
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_first_result_that_a_reader_sees_is_a_committed_one(page) -> None:
     runs = importlib.import_module("benchmarks.popgym_runs").load()
