@@ -10,8 +10,13 @@ from scipy import stats
 
 from benchmarks.harness import Record
 from benchmarks.popgym_runs import Run, Trial
+from examples.popgym_tasks import family_of
 
 PEER = "rllib-lstm"
+NO_MEMORY = "mlp"
+LEARNS = 0.05
+"""Return by which the peer has to be above the MLP, so that it has learned what memory is for."""
+
 CONFIDENCE = 0.95
 HIGH_RETURN = 0.9
 
@@ -96,6 +101,48 @@ def summary(runs: Sequence[Run], tasks: Sequence[str], memories: Sequence[str]) 
                 "parameters": ours[0].parameters,
                 "seconds": sum(run.seconds for run in ours),
                 "machine": ours[0].machine,
+            }
+        )
+    return records
+
+
+def steps_of_peer(runs: Sequence[Run], tasks: Sequence[str]) -> list[Record]:
+    """How many steps memories need to what RLlib's LSTM comes to, where it learns.
+
+    Args:
+        runs: All runs, with one learning rate a memory.
+        tasks: Those to look at.
+
+    Returns:
+        One record a task on which RLlib's LSTM is `LEARNS` above the MLP: `goal`, the mean of its
+        best returns, or that at which a run ends as solved if it is less; `theirs`, the median of
+        its runs' steps to their own best ones; `memory`, ours with the fewest median steps to the
+        goal, and `ours`, these steps (both None: none gets there).
+    """
+    found = {(task, memory): some for (task, memory, _), some in cells(runs).items()}
+    records = []
+    for task in tasks:
+        peers, others = found.get((task, PEER), []), found.get((task, NO_MEMORY), [])
+        if not peers or not others:
+            continue
+        best = statistics.fmean(run.best for run in peers)
+        if best - statistics.fmean(run.best for run in others) < LEARNS:
+            continue
+        goal = min(best, family_of(task).solved)
+        steps = {
+            memory: statistics.median(run.steps_to(goal) for run in some)
+            for (t, memory), some in found.items()
+            if t == task and memory not in (PEER, NO_MEMORY)
+        }
+        reached = {memory: count for memory, count in steps.items() if math.isfinite(count)}
+        memory = min(reached, key=reached.__getitem__, default=None)
+        records.append(
+            {
+                "task": task,
+                "goal": goal,
+                "theirs": statistics.median(run.steps_to(run.best) for run in peers),
+                "memory": memory,
+                "ours": None if memory is None else reached[memory],
             }
         )
     return records

@@ -192,12 +192,39 @@ def popgym_settings() -> str:
             f"{family.gamma:g}",
             f"{family.lambda_:g}",
             f"{family.entropy_coeff:g}",
+            "" if family.kl_target is None else f"{family.kl_target:g}",
             "the episode's" if family.row_steps is None else str(family.row_steps),
         ]
         for name, family in tasks.FAMILIES.items()
     ]
-    headings = ("", "memory", "why", "gamma", "lambda", "entropy", "steps a row")
+    headings = ("", "memory", "why", "gamma", "lambda", "entropy", "KL", "steps a row")
     return markdown(headings, lines, num_names=3)
+
+
+def against_lstm(path: Path = RESULTS / "popgym.jsonl") -> str:
+    """Steps of our best memory to what RLlib's LSTM comes to, and of RLlib's LSTM itself."""
+    tasks = _module("examples.popgym_tasks").tasks()
+    records = _benchmarks("popgym_scores").steps_of_peer(_popgym_runs(path), tasks)
+    if not records:
+        return "No task has runs of RLlib's LSTM, the MLP and a memory yet."
+    ratios = [math.inf if r["ours"] is None else r["ours"] / r["theirs"] for r in records]
+    lines = [
+        [
+            r["task"],
+            f"{r['goal']:.2f}",
+            f"{r['theirs']:,.0f}",
+            *(
+                ("", "never", "")
+                if r["ours"] is None
+                else (f"`{r['memory']}`", f"{r['ours']:,.0f}", f"{ratio:.2f}")
+            ),
+        ]
+        for r, ratio in zip(records, ratios, strict=True)
+    ]
+    median = statistics.median(ratios)
+    lines.append(["median", "", "", "", "", f"{median:.2f}" if math.isfinite(median) else "never"])
+    headings = ("", "return", "steps of RLlib's LSTM", "our best memory", "its steps", "ratio")
+    return markdown(headings, lines)
 
 
 def first_task(path: Path = RESULTS / "popgym.jsonl") -> str:

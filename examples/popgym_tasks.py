@@ -11,6 +11,9 @@ A family's settings follow from how its tasks are built, and are the same for al
   episode takes a row of its own, so rows longer than most episodes are padding.
 - `lag`: how many steps back the answer stands, for memories that attend to a window.
 - `entropy_coeff`: more where the first actions that earn something are rare.
+- `kl_target`: how far an iteration's updates may move the policy, in nats, for RLlib's KL loss. A
+  policy that is nearly certain of its actions moves far without it; where much is to be learned
+  bit by bit, a count, it slows that down.
 
 The previous action and reward are inputs where POPGym says so (`obs_requires_prev_action`).
 """
@@ -40,6 +43,9 @@ class Family:
     lambda_: float = 0.95
     entropy_coeff: float = 0.003
 
+    kl_target: float | None = None
+    """For RLlib's KL loss; None: without it."""
+
     lag: tuple[int, int, int] | None = None
     """Steps back that a policy has to see; None: any step of the episode may count."""
 
@@ -63,12 +69,12 @@ GAME = "What an action shows is used some actions later, and few first actions e
 FAMILIES: dict[str, Family] = {
     "RepeatPrevious": Family(
         why=CARD + "The card is 4, 32 or 64 steps back.",
-        steps=(51, 103, 155), gamma=0.5, lag=(4, 32, 64), memory="gtrxl",
+        steps=(51, 103, 155), gamma=0.5, lag=(4, 32, 64), kl_target=0.03, memory="gtrxl",
     ),
     "RepeatFirst": Family(
         why=CARD + "What is kept for a hundred steps is kept for longer: shorter rows are more "
         "updates of as many steps.",
-        steps=(51, 415, 831), gamma=0.5, row_steps=104,
+        steps=(51, 415, 831), gamma=0.5, row_steps=104, kl_target=0.01,
     ),
     "CountRecall": Family(
         why=CARD + "A sum over all steps holds the counts.",
@@ -222,6 +228,9 @@ def settings(task: str, memory: str, *, lr: float | None = None, num_envs: int =
     max_seq_len = min(steps + 1, family.row_steps or steps + 1)
     length = steps if family.equal_lengths and max_seq_len > steps else max_seq_len
     lr = model.lr if lr is None else lr
+    kl_loss: dict[str, Any] = {"use_kl_loss": False}
+    if family.kl_target is not None:
+        kl_loss = {"use_kl_loss": True, "kl_target": family.kl_target}
     options = dict(model.options)
     if model.window:
         # A few steps beyond the lag: where exactly it lies has to be found.
@@ -239,6 +248,7 @@ def settings(task: str, memory: str, *, lr: float | None = None, num_envs: int =
             "gamma": family.gamma,
             "lambda_": family.lambda_,
             "entropy_coeff": family.entropy_coeff,
+            **kl_loss,
         },
         "model": options,
     }

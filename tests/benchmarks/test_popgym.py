@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks import popgym, popgym_pictures
 from benchmarks.popgym_runs import Run, Trial, append, current, load
-from benchmarks.popgym_scores import aggregate, interval, summary
+from benchmarks.popgym_scores import aggregate, interval, steps_of_peer, summary
 from benchmarks.popgym_table import print_table
 
 TASK = "RepeatPreviousMedium"
@@ -167,6 +167,29 @@ def test_without_a_published_return_steps_are_counted_to_that_of_rllibs_lstm():
     first, second = summary([ours, peer], [task], ["deep", "rllib-lstm"])
     assert (first["memory"], first["goal"], first["steps_to_goal"]) == ("deep", -0.2, 10_000)
     assert second["steps_to_goal"] == 20_000
+
+
+def test_steps_to_what_rllibs_lstm_comes_to_are_counted_where_it_learns():
+    learned, solved, lost = "RepeatFirstEasy", "PositionOnlyCartPoleEasy", "HigherLowerEasy"
+
+    def runs(task, peer, mlp, **ours):
+        named = {"rllib-lstm": peer, "mlp": mlp, **ours}
+        return [run_of(trial_of(name, task=task), returns) for name, returns in named.items()]
+
+    found = [
+        *runs(learned, (0.1, 0.4), (0.0, 0.0), gru=(0.1, 0.6), deep=(0.5, 0.1)),
+        # Ours was ended at 0.99, so it can't come to more.
+        *runs(solved, (0.5, 0.994), (0.2, 0.2), gru=(0.99, 0.99)),
+        *runs(lost, (0.5, 0.5), (0.46, 0.46), gru=(0.5, 0.5)),
+    ]
+    tasks = [learned, solved, lost]
+    assert steps_of_peer(found, tasks) == [
+        {"task": learned, "goal": 0.4, "theirs": 20_000, "memory": "deep", "ours": 10_000},
+        {"task": solved, "goal": 0.99, "theirs": 20_000, "memory": "gru", "ours": 10_000},
+    ]
+    below = runs(learned, (0.1, 0.4), (0.0, 0.0), gru=(0.1, 0.3))
+    (record,) = steps_of_peer(below, tasks)
+    assert (record["memory"], record["ours"]) == (None, None)
 
 
 def test_memories_are_compared_on_the_tasks_that_all_of_them_ran():

@@ -95,7 +95,24 @@ def test_popgym_is_readable_without_results(tables, tmp_path) -> None:
     ]
     (line,) = (row for row in tables.popgym_settings().splitlines() if "RepeatPrevious " in row)
     assert line.startswith("| RepeatPrevious | `gtrxl` | An action earns its own reward")
-    assert line.endswith(" | 0.5 | 0.95 | 0.003 | the episode's |")
+    assert line.endswith(" | 0.5 | 0.95 | 0.003 | 0.03 | the episode's |")
+
+
+def run_of(task, memory, steps, returns):
+    """A run with the settings of its task."""
+    runs = importlib.import_module("benchmarks.popgym_runs")
+    tasks = importlib.import_module("examples.popgym_tasks")
+    return runs.Run(
+        trial=runs.Trial(task, memory, 0, tasks.MODELS[memory].lr),
+        settings=tasks.settings(task, memory),
+        max_steps=steps[-1],
+        steps=steps,
+        returns=returns,
+        solved=False,
+        seconds=1.0,
+        parameters=1,
+        machine={},
+    )
 
 
 def test_easy_tasks_compares_memories_that_ran_on_all_of_them(tables, tmp_path) -> None:
@@ -105,23 +122,28 @@ def test_easy_tasks_compares_memories_that_ran_on_all_of_them(tables, tmp_path) 
     assert tables.easy_tasks(path) == "No memory has runs on all Easy tasks yet."
     easy = [task for task in tasks.tasks() if task.endswith("Easy")]
     for task, memory in [*((task, "gru") for task in easy), (easy[0], "lstm")]:
-        run = runs.Run(
-            trial=runs.Trial(task, memory, 0, tasks.MODELS[memory].lr),
-            settings=tasks.settings(task, memory),
-            max_steps=400_000,
-            steps=[100_000, 302_000, 400_000],
-            returns=[0.1, 0.25, 0.9],
-            solved=False,
-            seconds=1.0,
-            parameters=1,
-            machine={},
-        )
-        runs.append(path, run)
+        runs.append(path, run_of(task, memory, [100_000, 302_000, 400_000], [0.1, 0.25, 0.9]))
     lines = tables.easy_tasks(path).splitlines()
     assert lines[0] == "| best return (seeds) | `gru` |"
     # What comes later counts no more.
     assert lines[2] == f"| {easy[0]} | 0.25 (1) |"
     assert lines[2 + len(easy)] == "| mean | 0.25 |"
+
+
+def test_steps_of_rllibs_lstm_and_of_our_best_memory(tables, tmp_path) -> None:
+    runs = importlib.import_module("benchmarks.popgym_runs")
+    path = tmp_path / "runs.jsonl"
+    assert tables.against_lstm(path).startswith("No task has runs")
+    reached = {"rllib-lstm": [0.1, 0.5], "mlp": [0.0, 0.0], "gru": [0.5, 0.6]}
+    missed = {**reached, "gru": [0.1, 0.1]}
+    for task, curves in (("RepeatFirstEasy", reached), ("RepeatFirstHard", missed)):
+        for memory, returns in curves.items():
+            runs.append(path, run_of(task, memory, [1_000, 4_000], returns))
+    assert tables.against_lstm(path).splitlines()[2:] == [
+        "| RepeatFirstEasy | 0.50 | 4,000 | `gru` | 1,000 | 0.25 |",
+        "| RepeatFirstHard | 0.50 | 4,000 |  | never |  |",
+        "| median |  |  |  |  | never |",
+    ]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

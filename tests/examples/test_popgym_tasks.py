@@ -56,6 +56,14 @@ def test_settings_follow_from_the_family_and_the_level():
     assert "memory_inference" not in settings("RepeatPreviousHard", "gru")["model"]
 
 
+def test_the_kl_loss_is_on_where_the_family_has_a_target():
+    first = settings("RepeatFirstEasy", "gru")["hyperparameters"]
+    assert (first["use_kl_loss"], first["kl_target"]) == (True, 0.01)
+    count = settings("CountRecallEasy", "gru")["hyperparameters"]
+    assert count["use_kl_loss"] is False
+    assert "kl_target" not in count
+
+
 @pytest.mark.parametrize("memory", MODELS)
 def test_memories_have_equal_size(memory):
     model = MODELS[memory]
