@@ -90,12 +90,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "MultiarmedBandit": Family(
         why="A pull tells what later ones earn, for the rest of the episode; further ahead than "
-        "some ten pulls, chance outweighs it.",
-        steps=(200, 400, 600), gamma=0.9,
+        "some ten pulls, chance outweighs it. Shorter rows are more updates of as many steps.",
+        steps=(200, 400, 600), gamma=0.9, row_steps=104, kl_target=0.03,
     ),
     "PositionOnlyCartPole": Family(
-        why=CONTROL, steps=(200, 400, 600), gamma=0.99, lag=(8, 8, 8), row_steps=64,
-        equal_lengths=False, solved=0.99,
+        why=CONTROL + "A random push may be the last.", steps=(200, 400, 600), gamma=0.99,
+        entropy_coeff=0.0, lag=(8, 8, 8), row_steps=64, equal_lengths=False, solved=0.99,
     ),
     "NoisyPositionOnlyCartPole": Family(
         why=CONTROL + "More positions average noise out.",
