@@ -69,7 +69,7 @@ GAME = "What an action shows is used some actions later, and few first actions e
 FAMILIES: dict[str, Family] = {
     "RepeatPrevious": Family(
         why=CARD + "The card is 4, 32 or 64 steps back.",
-        steps=(51, 103, 155), gamma=0.5, lag=(4, 32, 64), kl_target=0.03, memory="gtrxl",
+        steps=(51, 103, 155), gamma=0.5, lag=(4, 32, 64), memory="gtrxl",
     ),
     "RepeatFirst": Family(
         why=CARD + "What is kept for a hundred steps is kept for longer: shorter rows are more "
