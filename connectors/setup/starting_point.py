@@ -32,7 +32,7 @@ PPO: dict[str, Any] = {
     # Bounds the gradient's norm: through time it now and then grows by orders of magnitude.
     "grad_clip": 0.5,
     "clip_param": 0.2,
-    # RLlib's KL loss stays on: clipping alone lets an iteration move a policy that is nearly sure of
+    # RLlib's KL loss stays on: clipping alone lets an iteration move a policy nearly sure of
     # its actions by several nats, and what it had learned is lost. RLlib's 0.01 slows it down.
     "kl_target": 0.03,
     # No clipping of the value loss: with 10, RLlib's, larger errors have no gradient.
